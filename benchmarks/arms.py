@@ -17,7 +17,7 @@ from trainings import Training
 from holdfast import Checkpointer, TopK
 from holdfast.checkpoint.recording import LogBackend
 from holdfast.schedule.interval.snapshot_interval import Limits
-from holdfast.schedule.interval.step_cadence import StepRates
+from holdfast.schedule.interval.step_cadence import CadenceChoice, StepRates
 from holdfast.schedule.interval.waste import MeasuredCosts
 
 
@@ -55,9 +55,14 @@ class Holdfast(Arm):
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]
-        """Whether it keeps steps as it will go on to: ``every="auto"`` measures first."""
+        """Whether it keeps steps as it goes on to: ``every="auto"`` measures first, then writes what it recorded."""
         backend = self._checkpointer._backend
-        return not isinstance(backend, LogBackend) or not backend.pace.cadence.is_measuring
+        if not isinstance(backend, LogBackend) or not backend.pace.cadence.is_auto:
+            return True
+        if backend.pace.cadence.is_measuring:
+            return False
+        self._checkpointer.wait()
+        return True
 
     @property
     def _backend(self) -> LogBackend:
@@ -111,8 +116,25 @@ class _Step:
         self._training.steps_done = state["step"]
 
 
-def _auto(folder: Path, training: Training, every: int | str = 1, **options: Any) -> Holdfast:
+class Copies(Holdfast):
+    """Copies in memory every ``copies`` steps and a base every ``every``, as ``every="auto"`` has chosen before."""
+
+    def __init__(self, folder: Path, training: Training, every: int, copies: int) -> None:
+        super().__init__(folder, training, "auto")
+        self._chosen = CadenceChoice(every, 0.0, 0.0, copies / 2, StepRates(1.0, 1.0, 1.0, 1.0), copies, 0.0)
+
+    def resume(self, **options: int) -> int:
+        step = super().resume(**options)
+        self._backend.pace.cadence.adopt(self._chosen)
+        return step
+
+
+def _auto(
+    folder: Path, training: Training, every: int | str = 1, copies: int = 0, **options: Any
+) -> Holdfast:
     """``every="auto"``, or what it has chosen before."""
+    if copies:
+        return Copies(folder, training, int(every), copies)
     return Holdfast(folder, training, "auto" if every == 1 else every, **options)
 
 

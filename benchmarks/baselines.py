@@ -34,6 +34,8 @@ from snapshots import Snapshots, Tensors, put_together, save_durably, sync, take
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trainings import Training
 
+from holdfast.checkpoint.replica.shared_memory import MEMORY, place_of
+
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled"
 )  # there is one process, as DCP says in a thread
@@ -345,6 +347,8 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for slot in slots_of(folder):
         slot.unlink(missing_ok=True)
+    for copy in MEMORY.glob(f"{place_of(folder, MEMORY).name}*"):
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def slots_of(folder: Path) -> list[Path]:

@@ -13,11 +13,12 @@ Each arm is at its best for each mean. Baselines save at Young's interval: with 
 adds, measured beforehand where it does not wait for the one before, and M between failures, least is wasted where
 sqrt(2 C M) / t steps lie between two saves. A Checkpointer records every step, and its bases are as far apart as
 ``snapshot_interval.optimum`` says for M and what the tuner has measured. ``auto`` is measured beforehand, too: it keeps
-steps as ``step_cadence.choose`` says for M and what ``every="auto"`` has measured in a job of its own. With the
-smallest mean, baselines also save at every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive
-the process, which is what is killed here, and not the machine. Two are left out unless asked for: ``topk`` trains with
-other gradients, and so does another job; ``replica`` begins with another process that imports torch, some seconds that
-do not shrink with time, so ask with a ``--compression`` of 3 or less.
+steps as ``step_cadence.choose`` says for M and what ``every="auto"`` has measured in a job of its own; what it copies
+into memory outlives the process, too, and the machine is believed to fail once a day. With the smallest mean,
+baselines also save at every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive the process,
+which is what is killed here, and not the machine. Two are left out unless asked for: ``topk`` trains with other
+gradients, and so does another job; ``replica`` begins with another process that imports torch, some seconds that do not
+shrink with time, so ask with a ``--compression`` of 3 or less.
 
 What is wasted is said beside the job that is never killed, run before and after: *restarting* from a kill until
 training goes on, replay included; *redoing* steps that did not come back; *saving* is the rest. The end is compared
@@ -60,7 +61,7 @@ RECORDED = {"exact", "replica", "topk"}
 TUNED = {"exact", "topk"}
 """Arms whose bases are as far apart as the model says."""
 
-MEASURING = 140
+MEASURING = 170
 """Steps in which ``every="auto"`` has measured, with some to spare."""
 PROBE, APART = 24, 3
 """Steps that are measured beforehand, and from one save to the next in them, so that none waits for the one before."""
@@ -75,11 +76,15 @@ class Line:
     name: str
     every: int = 1
     base_every: int | None = None
+    copies: int = 0
+    """Steps from one copy in memory to the next, where ``auto`` has chosen such."""
 
     @property
     def label(self) -> str:
         if self.name in RECORDED or self.arm in RECORDED:
             return self.name + ("" if self.base_every is None else f", a base every {self.base_every}")
+        if self.copies:
+            return f"{self.name}, a copy every {self.copies}, a base every {self.every}"
         return f"{self.name}, every {self.every}"
 
     @property
@@ -89,7 +94,8 @@ class Line:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {} if self.base_every is None else {"base_every": self.base_every}
+        told = {"base_every": self.base_every, "copies": self.copies or None}
+        return {name: value for name, value in told.items() if value is not None}
 
 
 def best_interval(step_seconds: float, save_seconds: float, mean: float) -> int:
@@ -152,7 +158,7 @@ class Contest:
         rates = self.tuned[AUTO][2]
         assert rates is not None
         self.saves[AUTO, 1] = max(1e-6, rates.recorded_seconds - rates.plain_seconds)
-        self.saves[AUTO, APART] = max(1e-6, rates.copy_seconds)
+        self.saves[AUTO, APART] = max(1e-6, rates.held_seconds or rates.copy_seconds)
 
     def _ask_tuner(self, name: str) -> None:
         """Runs the job, and once more where that ended: bases are made, and records replayed."""
@@ -186,8 +192,9 @@ class Contest:
             )  # fmt: skip
             if rates is not None:
                 between = replace(measured, mean_seconds_between_failures=mean)
-                if (every := choose(between, limits, rates).every) > 1:
-                    return [Line(name, every)]
+                choice = choose(between, limits, rates)
+                if choice.every > 1:
+                    return [Line(name, choice.every, copies=choice.copies)]
             return [Line(name, base_every=best_bases(measured, limits, mean))]
         if name in RECORDED:
             return [Line(name)]
@@ -206,8 +213,10 @@ class Contest:
         found = 2 * self.step_seconds
         for line in self.lines(mean):
             every = 1 if line.every == 1 else APART
-            step = self.step_seconds + self.saves[line.name, every] / line.every
-            found += self.options.repeats * step * (1 + (restart + line.every / 2 * step) / mean)
+            step = self.step_seconds + self.saves[line.name, every] / (line.copies or line.every)
+            found += (
+                self.options.repeats * step * (1 + (restart + (line.copies or line.every) / 2 * step) / mean)
+            )
         return found
 
     def measure(self, mean: float, steps: int) -> dict[str, Any]:
@@ -280,8 +289,8 @@ def page(result: dict[str, dict], step_seconds: float, compression: float, repea
         f"By `python benchmarks/failures.py`, commit {about['commit']}, {about['date']}; {about['machine']}; "
         f"{about['system']}. A step takes {step_seconds:.2f} s, time is compressed {compression:g} times: what takes a "
         f"second here is {compression:g} seconds of a job with so many minutes between failures. Runs of each arm: "
-        f"{repeats}. Killed is the process, not the machine, which `replica=True` and Gemini's copies would not "
-        "survive. In the script is what the words mean.\n",
+        f"{repeats}. Killed is the process, not the machine, which `replica=True`, copies in memory of `auto` "
+        "and those of Gemini would not survive. In the script is what the words mean.\n",
     ]
     for minutes, found in result.items():
         out += [f"## {heading(minutes, found)}\n", *markdown(rows(found)), ""]
@@ -348,7 +357,13 @@ def main() -> None:
     asked = {name: getattr(options, name) for name in ("model", "limit", "compression", "repeats")}
     saves = {f"{name}, every {every}": seconds for (name, every), seconds in contest.saves.items()}
     measured = {name: asdict(found) for name, (found, *_) in contest.tuned.items()}
-    about = {"step_seconds": contest.step_seconds, "save_seconds": saves, "measured": measured}
+    rates = {name: found._asdict() for name, (_, _, found) in contest.tuned.items() if found is not None}
+    about = {
+        "step_seconds": contest.step_seconds,
+        "save_seconds": saves,
+        "measured": measured,
+        "rates": rates,
+    }
     finish("failures", asked | about | {"minutes": result}, options.keep)
 
 

@@ -26,7 +26,7 @@ from common import finish, in_a_process, options_of, table
 
 from holdfast.formats.load import ReadTarget, plan
 from holdfast.formats.source import Source, SourceTensor, StoredArray
-from holdfast.formats.split_verification import Need, divided
+from holdfast.sources import Need, divided
 from holdfast.state.layout.fragments import Fragments
 from holdfast.state.layout.regions import Region
 from holdfast.state.tensor_entries import TensorEntry

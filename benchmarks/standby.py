@@ -2,10 +2,11 @@
 
     python benchmarks/standby.py [--folder FOLDER] [--keep] [--small]
 
-A script trains a GPT-2 of transformers under a ``Checkpointer``. It is killed again and again: under
-``holdfast standby``, where a process takes over that has the model, and by itself, where it is started again at the
-moment of the kill. Seconds are from the kill to the return of ``resume()``, and to the end of the first step. A process
-that is started again loads the newest base and replays the records after it; the standby has done most of that before.
+A script trains a GPT-2 of transformers under a ``Checkpointer``, on one core, so that the standby has the other, as it
+has beside a training on a device. It is killed again and again: under ``holdfast standby``, where a process takes over
+that has the model, and by itself, where it is started again at the moment of the kill. Seconds are from the kill to the
+return of ``resume()``, and to the end of the first step. A process that is started again loads the newest base and
+replays the records after it; the standby has done most of that before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SIZES = {"46 M": (12, 512, 16384), "small": (2, 64, 512)}
 """Layers, width and vocabulary."""
 STEPS_BEFORE = 5
 """The steps that a process does before it is killed, at least."""
-BASE_EVERY = 20
+READY_SECONDS = 20.0
+"""From the moment when a standby is ready until the kill. Kills come much further apart, but not the first moments in
+which the standby has yet to catch up."""
 PATIENCE_SECONDS = 600.0
 
 
@@ -46,12 +49,13 @@ def train(run: str, out: str, size: str) -> None:
 
     import holdfast
 
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     layers, width, vocabulary = SIZES[size]
     model = gpt(layers, width, vocabulary, empty=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with open(out, "a", buffering=1) as file:
-        checkpointer = holdfast.Checkpointer(run, model=model, optimizer=optimizer, base_every=BASE_EVERY)
+        checkpointer = holdfast.Checkpointer(run, model=model, optimizer=optimizer)
         step = checkpointer.resume()
         file.write(f"{time.time()} {os.getpid()} resumed {step}\n")
         while True:
@@ -127,13 +131,14 @@ def cold(job: Job, rounds: int) -> list[tuple[float, float]]:
     return seconds
 
 
-def with_standby(job: Job, rounds: int) -> list[tuple[float, float]]:
-    """Kill the process that trains under ``holdfast standby``, once another is ready, ``rounds`` times."""
+def with_standby(job: Job, rounds: int, ready_seconds: float) -> list[tuple[float, float]]:
+    """Kill the process that trains under ``holdfast standby``, ``ready_seconds`` after another is ready."""
     seconds = []
     before = [sys.executable, "-m", "holdfast", "standby", "--restarts", str(rounds + 1), "--"]
     process = job.start(*before)
     for number in range(1, rounds + 1):
         job.until(lambda _, number=number: job.errors.read_text().count("is ready to take over") >= number)
+        time.sleep(ready_seconds)
         killed, pid = job.kill()
         seconds.append(job.seconds_until_trained(killed, pid))
     process.terminate()
@@ -143,11 +148,11 @@ def with_standby(job: Job, rounds: int) -> list[tuple[float, float]]:
 
 def main() -> None:
     arguments = options_of(__doc__).parse_args()
-    size, rounds = ("small", 1) if arguments.small else ("46 M", 7)
+    size, rounds, ready_seconds = ("small", 1, 0.0) if arguments.small else ("46 M", 7, READY_SECONDS)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = {
             "started again": cold(Job(Path(folder) / "cold", size), rounds),
-            "standby": with_standby(Job(Path(folder) / "standby", size), rounds),
+            "standby": with_standby(Job(Path(folder) / "standby", size), rounds, ready_seconds),
         }
     rows, medians = [], {}
     for name, seconds in found.items():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.store.remote.object_store import Url
+from holdfast.store.object_store import Url
 
 
 def served() -> Iterator[str]:

@@ -18,10 +18,10 @@ import torch
 import holdfast
 from holdfast.data.corpus import Corpus
 from holdfast.data.loader import step_loader
+from holdfast.measure import drive_rates
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Runtime
-from holdfast.offload.setup import drive_setup as offload_drives
 from holdfast.optim import MeZO
 from holdfast.optim.mezo import PENDING, pending_of
 from holdfast.store.format.manifest import Manifest
@@ -74,7 +74,7 @@ def engine_of(
     loader = step_loader(Corpus(str(text), context=CONTEXT), 2, 2, seed=3)
     options = {"dtype": "fp32", "clip_norm": 0.5, **MIXED, **options}
     if "drives" in options:  # as if they were different disks, which nobody measures
-        offload_drives.rate_of, offload_drives.device_of = lambda directory, limits: 1e9, hash
+        drive_rates.rate_of, drive_rates.device_of = lambda directory, limits: 1e9, hash
     engine = holdfast.offload(
         made, optimizer, root, **grouped(scheduler=warm_up(optimizer), loader=loader, seed=5, **options)
     )

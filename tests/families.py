@@ -400,6 +400,18 @@ ONE_BY_ONE = (
 )  # fmt: skip
 """Mixtures whose experts, frozen, are read one by one."""
 
+DIFFUSION = {
+    "PixArtTransformer2DModel": ("found", ""),
+    "SD3Transformer2DModel": ("found", ""),
+    "FluxTransformer2DModel": ("`[*model.transformer_blocks, *model.single_transformer_blocks]`", ""),
+    "DiTTransformer2DModel": (
+        "`model.transformer_blocks[1:]`",
+        "the first block's embedding is used after the last block too; one micro-batch: the order of the sums of its"
+        " gradient depends on their number",
+    ),
+}
+"""Classes of diffusers, tried by ``models/test_diffusion.py``: their blocks, and what a user has to know."""
+
 REFUSED = {
     "`output_hidden_states`, `output_attentions` in the configuration": (
         "before anything is written: values of every block would stay on the device"
@@ -432,7 +444,7 @@ def _lines() -> Iterator[str]:
     )
     yield (
         "Embedding and head have separate weights; [one that both share](fits.md#what-works-with-it) has the bits of a"
-        " plain loop but for the order\nof one sum. Not tried: diffusion models, and these models on a GPU.\n"
+        " plain loop but for the order\nof one sum. Not tried: these models on a GPU.\n"
     )
     yield 'Where blocks are "found", leave `blocks=` of `holdfast.offload` out. Else give the list that is there.\n'
     for kind in dict.fromkeys(family.kind for family in FAMILIES.values()):
@@ -447,7 +459,14 @@ def _lines() -> Iterator[str]:
         "these have the bits of a plain loop, too:"
     )
     yield ", ".join(f"`{name}`" for name in ONE_BY_ONE) + ".\n"
-    yield "## Refused by name\n\n| | |\n|---|---|"
+    yield (
+        "## Diffusion transformers\n\nOf diffusers, in a module of the script that computes the loss. Trained in"
+        " memory, killed and resumed with the bits of a plain loop;\n`save_pretrained` writes what"
+        " `model.load_state_dict(engine.state_dict())` has loaded.\n\n| class | blocks | |\n|---|---|---|"
+    )
+    for name, (blocks, says) in DIFFUSION.items():
+        yield f"| `{name}` | {blocks} | {says} |"
+    yield "\n## Refused by name\n\n| | |\n|---|---|"
     for what, why in REFUSED.items():
         yield f"| {what} | {why} |"
 

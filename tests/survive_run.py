@@ -16,7 +16,7 @@ from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpointer import Checkpointer
 from holdfast.store.commit.retention import Keep
-from support.switching import switch_often
+from support.switching import copy_often, switch_often
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
 FEATURE = "batchnorm"
@@ -86,14 +86,17 @@ def train(
     keep_last: int = 2,
     groups_per_segment: int = 3,
     switching: bool = False,
+    copies_in: str | None = None,
     patient: bool = False,
     **options: Any,
 ) -> None:
     """Resume and train to ``steps``, with a codec of ``CODECS``. Says the step resumed from, every durable step, and
-    the digest at the end. With ``switching``, ``every="auto"`` changes its choice again and again. Who is ``patient``
+    the digest at the end. With ``switching``, ``every="auto"`` changes its choice again and again; with ``copies_in``
+    it chooses copies in memory, for which that directory stands, and they are acknowledged too. Who is ``patient``
     waits in every second step for what is on its way."""
     from holdfast import checkpointer as module
-    from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
+    from holdfast.checkpoint.snapshot import snapshot_chunks
+    from holdfast.measure import drive_rates
     from holdfast.store.log import journal, striping
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = (
@@ -103,8 +106,10 @@ def train(
     )
     if switching:
         switch_often()
+    if copies_in is not None:
+        copy_often(copies_in)
     if "drives" in options:  # as if they were different disks, which nobody measures
-        run_drives.rate_of, run_drives.device_of = lambda directory, limits: 1e9, hash
+        drive_rates.rate_of, drive_rates.device_of = lambda directory, limits: 1e9, hash
         striping.STRIPE_BYTES = 4096
     loop = make(OPTIMIZER, feature)
     with Checkpointer(
@@ -123,8 +128,8 @@ def train(
             loop.iteration(i, checkpointer.step)
             if patient and i % 2:
                 checkpointer._backend.drain()
-            if checkpointer.durable_step > newest:
-                newest = checkpointer.durable_step
+            if checkpointer.replica_step > newest:
+                newest = checkpointer.replica_step
                 acknowledge(newest)
         checkpointer.wait()
         acknowledge(checkpointer.durable_step)

@@ -14,18 +14,19 @@ from torch import nn
 from checkpoint.loops import manifests, same
 from holdfast import Checkpointer, Keep, LocalDisks
 from holdfast.checkpoint.recovery.compaction import compact
-from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
+from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.cli.convert import ConvertOptions, convert
 from holdfast.cli.diff import diff
 from holdfast.cli.inspect import show, verify
 from holdfast.errors import BadInput, Damaged, RunMismatch
+from holdfast.measure import drive_rates
 from holdfast.store.commit.pruning import prune
 from holdfast.store.disk import Disk
 from holdfast.store.drive_links import OWNER, folders, record_of
 from holdfast.store.log import journal, striping
 from holdfast.store.log.chain import verify_records
 from holdfast.store.log.segments import read_segment, segments, stripe_paths
-from holdfast.store.remote.pushing import Pusher
+from holdfast.store.pushing import Pusher
 from holdfast.store.run_store import LocalStore
 
 PAGE = 4096
@@ -44,8 +45,8 @@ def rates(monkeypatch):
         rates.asked += 1
         return rates.get(directory.name, 1e9)
 
-    monkeypatch.setattr(run_drives, "rate_of", rate_of)
-    monkeypatch.setattr(run_drives, "device_of", hash)
+    monkeypatch.setattr(drive_rates, "rate_of", rate_of)
+    monkeypatch.setattr(drive_rates, "device_of", hash)
     monkeypatch.setattr(striping, "STRIPE_BYTES", PAGE)
     monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 4000)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 20_000)
@@ -281,7 +282,7 @@ def test_the_run_is_compacted_and_pruned_where_it_is(tmp_path, rates):
 
 
 def test_the_copy_in_a_bucket_knows_of_no_drives(tmp_path, rates, bucket):
-    from holdfast.store.remote.object_store import place_of
+    from holdfast.store.object_store import place_of
 
     states = train(tmp_path / "run", 8, [tmp_path / "one"], base_every=1000)
     Pusher(tmp_path / "run", place_of(str(bucket))).push()
@@ -444,7 +445,7 @@ def test_a_drive_of_another_run_and_one_with_other_files_are_refused(tmp_path, r
 
 
 def test_two_drives_on_one_file_system_are_a_warning(tmp_path, monkeypatch, rates):
-    monkeypatch.setattr(run_drives, "device_of", lambda directory: 1)
+    monkeypatch.setattr(drive_rates, "device_of", lambda directory: 1)
     with (
         pytest.warns(UserWarning, match="are on one file system"),
         Loop(tmp_path / "run", [tmp_path / "one"]),

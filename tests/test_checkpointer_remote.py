@@ -14,8 +14,8 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, DiskFailed, RunMismatch
 from holdfast.events import read_events
 from holdfast.store.log.chain import verify_records
+from holdfast.store.object_store import ObjectDisk
 from holdfast.store.reader import RunReader
-from holdfast.store.remote.object_store import ObjectDisk
 from test_checkpointer import ADAMW, go_on, reference
 
 

@@ -3,12 +3,15 @@
 import ast
 import graphlib
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+import holdfast
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -201,7 +204,7 @@ def test_calls_that_order_the_disk_are_seen(source):
         "holdfast.events",
         *(
             f"holdfast.cli.{m}"
-            for m in ("main", "inspect", "convert", "diff", "maintenance", "monitoring", "rules")
+            for m in ("main", "inspect", "convert", "diff", "maintenance", "monitoring", "foreign_states")
         ),
     ],
 )
@@ -218,3 +221,8 @@ def test_ranks_of_tests_need_no_package_that_the_environment_of_the_peers_lacks(
     text = f"import sys; sys.modules.update(dict.fromkeys({lacking})); import dist.training, dist.awkward"
     path = os.pathsep.join([str(SOURCE), str(SOURCE.parent / "tests")])
     subprocess.run([sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+def test_package_is_sent_to_other_processes_by_its_name():
+    """As Ray sends a function that uses it."""
+    assert pickle.loads(pickle.dumps(holdfast)) is holdfast

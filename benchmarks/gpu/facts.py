@@ -37,8 +37,8 @@ from common import finish, options_of, table
 
 from holdfast import accelerators
 from holdfast.io.buffers import Buffer
+from holdfast.measure.drive_rates import measure_ssd
 from holdfast.measure.hardware_rates import measure_copies
-from holdfast.measure.ssd import measure_ssd
 from holdfast.quantities import GiB, MiB
 
 CUDA = torch.device("cuda")

@@ -118,5 +118,9 @@ class _Package(ModuleType):
     def offload(self, room: ModuleType) -> None:
         """Ignore the subpackage that the import system binds to its parent; the public name stays the function."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a name: Ray, Dask and joblib send functions with the modules they use, but not this kind."""
+        return import_module, (__name__,)
+
 
 sys.modules[__name__].__class__ = _Package

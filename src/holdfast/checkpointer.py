@@ -95,7 +95,7 @@ class Checkpointer:
         memory: Bound of the copies that wait to be written, in bytes.
         every: 1 writes a log record of every step. A larger number makes a snapshot each so many steps and no records,
             so that a step costs less, and a kill loses the steps since the last snapshot. ``"auto"`` measures what
-            either costs in this run, and chooses.
+            either costs in this run, and copies of the state in memory, and chooses.
         base_every: Steps from the beginning of one snapshot to that of the next. By default the interval is chosen, and
             adapted, so that failures cost least within ``recovery_seconds`` and ``bandwidth_share``.
         recovery_seconds: Bound of the time that a recovery takes.
@@ -289,8 +289,9 @@ class Checkpointer:
     def replica_step(self) -> int:
         """The newest step that survives the death of the processes of all ranks.
 
-        Without a replica this is the ``durable_step``. With a replica of a trainer on a GPU it may be behind the last
-        step: a step survives once its gradients have left the device.
+        Without a replica this is the ``durable_step``, or with ``every="auto"`` the step of a newer copy in memory.
+        With a replica of a trainer on a GPU it may be behind the last step: a step survives once its gradients have
+        left the device.
         """
         return self._backend.replica_step
 

@@ -68,6 +68,8 @@ NODES: list[str] = [
     "after_node_publish",
 ]
 """Failpoints of runs without a shared directory: copies at the partner, then a commit in another node's directory."""
+MEMORY: list[str] = ["after_chunk_copied"]
+"""The failpoint of copies in memory: a part of the state is copied, and no commit names it yet."""
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
 
@@ -83,7 +85,7 @@ action: Callable[[], None] = kill
 def reach(name: str) -> None:
     """Act if the point ``name`` is armed and its count is reached. Called by the code that arrives there."""
     assert any(
-        name in names for names in (NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO, NODES)
+        name in names for names in (NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO, NODES, MEMORY)
     ), name
     if not armed:
         return

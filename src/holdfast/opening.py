@@ -15,10 +15,10 @@ from .formats.readers import is_of_others, open_source
 from .formats.readers.run_directory import CommitSource
 from .formats.source import Source
 from .regular_files import home_path
-from .store.commit.weights_files import copies_in, copy_path, is_on_line
+from .store.commit.retention import copies_in, copy_path, is_on_line
 from .store.log.chain import last_step
+from .store.object_store import NamedCommit, Url, holds_run
 from .store.reader import RunReader
-from .store.remote.object_store import NamedCommit, Url, holds_run
 from .store.run_store import LocalStore
 
 

@@ -27,7 +27,7 @@ from .state.layout.regions import Region
 from .state.live_state import LiveState
 from .state.plain_tensors import flat_bytes
 from .state.tensor_entries import TensorEntry
-from .store.commit.weights_files import copies_in, copy_path, is_on_line, remove_unfinished
+from .store.commit.retention import copies_in, copy_path, is_on_line, remove_unfinished
 from .store.format.manifest import CommitRef
 from .store.run_store import LocalStore
 

@@ -1,43 +1,45 @@
 """The starting points of a training: a run, a step replayed from its log, or a checkpoint of another library.
 
-All ranks must name the same state, and what they will read is verified before any rank is changed. What a source lacks
-is reported in warnings. Called by ``Checkpointer``, ``offload`` and the integrations.
+All ranks must name the same state, and what they will read is verified before any rank is changed. Ranks that see the
+same files on one machine check each part once between them: a part that one has read lies in the page cache of all.
+What a source lacks is reported in warnings. Called by ``Checkpointer``, ``offload`` and the integrations.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint.recovery.run_recovery import recover, require_intact_snapshot
 from .checkpoint.training_state import TrainingState
-from .distributed import Ranks
+from .distributed import BOOT, Ranks
 from .errors import BadInput
 from .formats import packs
-from .formats.coverage_check import refuse_unequal
 from .formats.entry_keys import unwrapped
 from .formats.entry_matching import Allowed, ExpectedTensor, Match, match
-from .formats.load import check_all
+from .formats.load import check_all, refuse_unequal
 from .formats.restore import kept_by, needs_of, read_tensors, restore, set_hyper_parameters
 from .formats.rules_source import UnderRules
 from .formats.source import Source, SourceTensor
-from .formats.split_verification import Need, divided
 from .opening import is_weights_alone, source_of
 from .regular_files import home_path
 from .state.capture import Captured, buffer_at
 from .state.encoding import decode
 from .state.layout.regions import Region
 from .state.plain_tensors import TO_NAME
-from .store.remote.object_store import NamedCommit, Url
+from .store.object_store import NamedCommit, Url
 from .store.run_store import LocalStore
 
 NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"
@@ -314,3 +316,53 @@ def has_records(path: Path | Url) -> bool:
         return False
     head = LocalStore.read(path).head()
     return head is not None and "optimizers" in head.progress_of(head.streams[0])
+
+
+class Need(NamedTuple):
+    """The parts of a source that one rank will read: ``parts`` has one bit for each of ``count`` parts, compressed.
+
+    Ranks with equal ``place`` see the same files on one machine; None means that the place is unknown.
+    """
+
+    place: tuple[str, int, int] | None
+    count: int
+    parts: bytes
+
+    @classmethod
+    def of(cls, source: Source, path: Path | None, parts: Iterable[int]) -> Need:
+        """Build the need of ``parts``, for a source that lies at ``path`` (None: on no disk)."""
+        bits = np.zeros(len(source.parts), dtype=bool)
+        bits[list(parts)] = True
+        return cls(
+            None if path is None else _place_of(path),
+            len(bits),
+            zlib.compress(np.packbits(bits).tobytes(), 1),
+        )
+
+
+def divided(needs: Sequence[Need], rank: int, source: Source) -> tuple[list[int], list[int]]:
+    """Return the parts that ``rank`` checks, and all parts that are checked on its machine.
+
+    Parts are dealt out by size, so that ranks check about equally many bytes.
+    """
+    mine = needs[rank]
+    near = [
+        number
+        for number, need in enumerate(needs)
+        if number == rank or (need.place is not None and need[:2] == mine[:2])
+    ]
+    bits = np.zeros(-(-mine.count // 8), np.uint8)
+    for number in near:
+        bits |= np.frombuffer(zlib.decompress(needs[number].parts), np.uint8)
+    parts = np.flatnonzero(np.unpackbits(bits, count=mine.count))
+    sizes = np.array([source.parts[part].nbytes for part in parts.tolist()], dtype=np.int64)
+    parts = parts[np.argsort(-sizes, kind="stable")]
+    return np.sort(parts[near.index(rank) :: len(near)]).tolist(), parts.tolist()
+
+
+def _place_of(path: Path) -> tuple[str, int, int] | None:
+    try:
+        status = os.stat(path)
+        return BOOT.read_text(), status.st_dev, status.st_ino
+    except OSError:  # no Linux, or nothing there
+        return None

@@ -14,8 +14,8 @@ from torch import nn
 from holdfast import Checkpointer
 from holdfast.checkpoint.recovery import following
 from holdfast.errors import HoldfastError, RunMismatch
+from holdfast.supervised.attempt import Supervisor
 from holdfast.supervised.standing_by import VARIABLE
-from holdfast.supervised.supervisor import Supervisor
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from holdfast.checkpoint.snapshot import frozen_chunks, snapshot_writer
 from holdfast.cli.inspect import ls, show, verify
 from holdfast.errors import BadInput, PoolExhausted
 from holdfast.store.commit.pruning import prune
-from holdfast.store.remote.pushing import Pusher
+from holdfast.store.pushing import Pusher
 from holdfast.store.run_store import LocalStore
 
 RANK = 2

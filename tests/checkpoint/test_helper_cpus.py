@@ -15,7 +15,7 @@ from holdfast.checkpoint.log import helper_cpus
 from holdfast.checkpoint.log.helper_cpus import chosen_cpus
 from holdfast.distributed import Ranks
 from holdfast.errors import BadInput
-from holdfast.io.cpu_affinity import allowed_cpus
+from holdfast.io.threads import allowed_cpus
 
 CPUS = sorted(allowed_cpus())
 CHILD = """

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.checkpoint.collective_snapshots import StorageShare
-from holdfast.checkpoint.nodes.partner_copy import PeerServer
-from holdfast.checkpoint.nodes.peer_disk import PeerDisk, packed, unpacked
+from holdfast.checkpoint.nodes.peer_disk import PeerDisk, PeerServer, packed, unpacked
 from holdfast.distributed import Ranks
 from holdfast.io.queue import IOQueue
 from holdfast.store.disk import Disk

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from holdfast.cli.train import micro_batch_choice
+from holdfast.cli.train.micro_batch_choice import CountFound
 from holdfast.config import load_config
 from holdfast.errors import ConfigError
 from holdfast.events import read_events
-from holdfast.schedule.planner.micro_batch_search import CountFound
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,

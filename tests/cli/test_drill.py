@@ -19,10 +19,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.main import app
-from holdfast.cli.supervise import drilling
-from holdfast.cli.supervise.child_process import Child
-from holdfast.cli.supervise.drill_findings import (
+from holdfast.cli import drilling
+from holdfast.cli.child_process import Child
+from holdfast.cli.drill_findings import (
     Reason,
     Steps,
     first_difference,
@@ -31,6 +30,7 @@ from holdfast.cli.supervise.drill_findings import (
     resumed_reason,
     self_reason,
 )
+from holdfast.cli.main import app
 from holdfast.errors import BadInput
 from holdfast.supervised.attempt import VARIABLE, Attempt, shared_directory, training_directory
 from holdfast.supervised.script_values import DATA, GENERATOR, VALUE, script_values

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from holdfast.offload.setup import drive_setup
+from holdfast.measure import drive_rates
 from holdfast.store.reader import RunReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drives .* are on one file system")
@@ -34,8 +34,8 @@ def arguments(tmp_path):
 @pytest.fixture(autouse=True)
 def different_disks(monkeypatch):
     monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 5)
-    monkeypatch.setattr(drive_setup, "rate_of", lambda directory, limits: 1e9)
-    monkeypatch.setattr(drive_setup, "device_of", hash)
+    monkeypatch.setattr(drive_rates, "rate_of", lambda directory, limits: 1e9)
+    monkeypatch.setattr(drive_rates, "device_of", hash)
 
 
 @pytest.fixture

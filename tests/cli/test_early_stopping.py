@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.cli.train.best_weights import drop_later_weights
-from holdfast.cli.train.early_stopping import Validations, kept_losses
+from holdfast.cli.train.validations import Validations, drop_later_weights, kept_losses
 
 TEXT = {"tokens": 9}
 

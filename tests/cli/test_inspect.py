@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from formats.deepspeed_files import random_state, write
 from holdfast.cli import foreign_states
 from holdfast.cli.inspect import _facts
+from holdfast.store.object_store import NamedCommit
 from holdfast.store.reader import RunReader
-from holdfast.store.remote.object_store import NamedCommit
 from tiny_run import TinyRun
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from holdfast.cli import maintenance
 from holdfast.errors import Damaged, DiskFailed
+from holdfast.store.copying import PushResult
 from holdfast.store.log.chain import last_step
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
-from holdfast.store.remote.copying import PushResult
-from holdfast.store.remote.pushing import Pusher
 from test_checkpointer import go_on, start
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.supervise.standby_job import stand_by
+from holdfast.cli.standby_job import stand_by
 from holdfast.distributed import Ranks
 from holdfast.errors import BadInput, RunLocked
 from holdfast.store.disk import Disk
 from holdfast.store.lock import lock_of
 from holdfast.store.run_store import LocalStore
+from holdfast.supervised.attempt import Supervisor, is_supervised
 from holdfast.supervised.standing_by import (
     OPENED,
     VARIABLE,
@@ -27,7 +28,6 @@ from holdfast.supervised.standing_by import (
     say_opened,
     wait_for_run,
 )
-from holdfast.supervised.supervisor import Supervisor, is_supervised
 
 
 @pytest.fixture

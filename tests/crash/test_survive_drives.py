@@ -14,9 +14,10 @@ from combined import some_of
 from crash.test_survive_images import ROOT, STEPS, check, states_of
 from fork_server import ForkServer
 from holdfast import failpoints
-from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
+from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
+from holdfast.measure import drive_rates
 from holdfast.store.log import journal, striping
 from support.simdisk import SimDisk
 from survive_run import FEATURE, OPTIMIZER
@@ -30,8 +31,8 @@ def small(monkeypatch):
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 2)
     monkeypatch.setattr(striping, "STRIPE_BYTES", 4096)
-    monkeypatch.setattr(run_drives, "rate_of", lambda directory, limits: 1e9)
-    monkeypatch.setattr(run_drives, "device_of", hash)
+    monkeypatch.setattr(drive_rates, "rate_of", lambda directory, limits: 1e9)
+    monkeypatch.setattr(drive_rates, "device_of", hash)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_without_any_one_sync_some_image_breaks_the_promise(small, tmp_path, mon
     """The others show in ``test_survive_images.py``, and that of links in ``store/test_drives.py``."""
     if why == "stripes":  # all records are on the drive
         rates = {"a": 1e15}
-        monkeypatch.setattr(run_drives, "rate_of", lambda directory, limits: rates.get(directory.name, 1e9))
+        monkeypatch.setattr(drive_rates, "rate_of", lambda directory, limits: rates.get(directory.name, 1e9))
     disk = record(tmp_path, "a" if why == "stripes" else "ab")
     assert why in disk.whys()
     for image in disk.images(random.Random(0), samples=2, without=why):

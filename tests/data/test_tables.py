@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from holdfast.data import tables
+from holdfast.data import documents
 from holdfast.data.chats import Chat
 from holdfast.data.corpus import Corpus
 from holdfast.data.documents import records
@@ -36,7 +36,7 @@ def as_parquet(path, rows):
 
 
 def test_rows_are_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "ROWS", 2)
+    monkeypatch.setattr(documents, "ROWS", 2)
     path = as_parquet(tmp_path / "a.Parquet", PAIRS)
     found = [(record.prompt, record.text, record.where) for record in records(path)]
     assert found == [(f"{n} is", f" {n}", f"{path}, row {n + 1}") for n in range(5)]

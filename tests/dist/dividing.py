@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dist.training import Mlp, whole_state
+from holdfast import sources
 from holdfast.checkpointer import Checkpointer
-from holdfast.formats import fragment_reads, split_verification
+from holdfast.formats import fragment_reads
 
 
 def main(
@@ -29,7 +30,7 @@ def main(
     """``machines`` are those that the ranks are on. Of two ``stages`` each has a layer of its own."""
     boot = Path(f"{root}-{rank}.boot")
     boot.write_text(str(machines[rank]))
-    split_verification.BOOT = boot
+    sources.BOOT = boot
     looked: list[str] = []
     real = fragment_reads.ReadFiles.check
 

@@ -19,8 +19,9 @@ import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
 from holdfast.formats.readers.run_directory import CommitSource
-from holdfast.offload import api, clipping_choice, recomputation_choice
-from holdfast.offload.setup import drive_setup, preflight
+from holdfast.measure import drive_rates
+from holdfast.offload import api, step_choices
+from holdfast.offload.setup import preflight
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store
 from support.grouped import grouped
@@ -149,7 +150,7 @@ def main(
     if cursor:
         given["loader"] = Cursor()
     if rates is not None:
-        drive_setup.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
+        drive_rates.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
     if rank in blind:
         run_store.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
     if full:
@@ -157,9 +158,9 @@ def main(
             free_bytes=lambda: 0 if Path(path).name in full else 1 << 40
         )
     if ways is not None:
-        clipping_choice.ClippingChoice.over = lambda self, *_: setattr(self, "mode", ways[str(rank)])
+        step_choices.ClippingChoice.over = lambda self, *_: setattr(self, "mode", ways[str(rank)])
     if rank in little:
-        recomputation_choice.free_host_bytes = lambda: 0
+        step_choices.free_host_bytes = lambda: 0
     if early and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
     planned: list[str] = []

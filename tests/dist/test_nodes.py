@@ -92,7 +92,7 @@ def test_a_lost_node_is_named_to_the_others_at_once(world, tmp_path):
     assert [each["code"] for each in said] == [0, 0, -9]
     for each in said[:2]:
         assert "RankFailed" in each["error"] and "rank 2" in each["error"], each
-        assert each["ended"] - said[2]["died"] < 4
+        assert each["raised_at"] - said[2]["died"] < 4
 
 
 def test_a_best_base_without_a_share_is_none_of_the_best(world, tmp_path):

@@ -12,8 +12,8 @@ from holdfast.errors import DiskFailed
 from holdfast.events import read_events
 from holdfast.store.format.manifest import CommitRef
 from holdfast.store.log.chain import verify_records
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
-from holdfast.store.remote.pushing import Pusher
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ def wait_until(met: Callable[[], bool]) -> None:
 
 def dying_at_object(number: int) -> None:
     """Of those that a copy in a bucket gets one by one, before it is there."""
-    from holdfast.store.remote.object_store import ObjectDisk
+    from holdfast.store.object_store import ObjectDisk
 
     put_new, count = ObjectDisk.put_new, itertools.count(1)
 
@@ -383,14 +383,15 @@ def train(
     ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
     from holdfast.checkpoint import bucket_copy, collective_snapshots
-    from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
+    from holdfast.checkpoint.snapshot import snapshot_chunks
+    from holdfast.measure import drive_rates
     from holdfast.store.commit.retention import Keep
     from holdfast.store.log import journal, striping
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     bucket_copy.SECONDS = copies_every
     if "drives" in options:  # as if they were different disks, which nobody measures
-        run_drives.rate_of, run_drives.device_of = lambda directory, limits: 1e9, hash
+        drive_rates.rate_of, drive_rates.device_of = lambda directory, limits: 1e9, hash
         striping.STRIPE_BYTES = 4096
     if switching:
         switch_often()

@@ -144,7 +144,7 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     except BaseException as error:
         import traceback
 
-        say(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(), ended=time.time())
+        say(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(), raised_at=time.time())
     finally:
         os._exit(0)
 

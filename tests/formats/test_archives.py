@@ -27,8 +27,7 @@ from holdfast.formats.readers import open_source
 from holdfast.formats.readers.safetensors_files import header_of
 from holdfast.formats.source import SourceTensor
 from holdfast.formats.torch_archive import pickles
-from holdfast.formats.torch_archive.archives import Archive, piece_of
-from holdfast.formats.torch_archive.pickled_json import Plain
+from holdfast.formats.torch_archive.archives import Archive, Plain, piece_of
 from holdfast.formats.torch_archive.pickles import PickledObject
 from holdfast.state.encoding import decode
 from holdfast.state.layout.fragments import Fragment, Fragments

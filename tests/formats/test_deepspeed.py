@@ -129,9 +129,9 @@ def test_two_names_that_become_one_are_refused(tmp_path):
 
 
 def test_tensors_of_the_clients_state_are_carried_if_small_and_named_if_not(tmp_path, monkeypatch):
-    from holdfast.formats.deepspeed import deepspeed_names
+    from holdfast.formats.deepspeed import deepspeed_contents
 
-    monkeypatch.setattr(deepspeed_names, "LARGEST_EXTRA", 100)
+    monkeypatch.setattr(deepspeed_contents, "LARGEST_EXTRA", 100)
     folder = write(tmp_path, state_of(), 1, 2)
     model = folder / "mp_rank_00_model_states.pt"
     content = {**load(model), "rng": torch.arange(5), "mean": torch.zeros(99)}

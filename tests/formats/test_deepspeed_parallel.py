@@ -11,7 +11,7 @@ import torch
 from formats.deepspeed_files import State, load, save, write
 from formats.test_deepspeed import bits
 from holdfast.errors import BadInput, Damaged, FileMissing
-from holdfast.formats.coverage_check import unequal_copies
+from holdfast.formats.load import unequal_copies
 from holdfast.formats.readers import open_source
 
 TENSOR, VOCABULARY = 2, 37

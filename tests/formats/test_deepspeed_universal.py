@@ -16,8 +16,7 @@ from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.readers import open_source
 from holdfast.formats.torch_archive import archive_writer
-from holdfast.formats.torch_archive.archives import Archive
-from holdfast.formats.torch_archive.pickled_json import Plain
+from holdfast.formats.torch_archive.archives import Archive, Plain
 from holdfast.state.encoding import decode, encode
 from holdfast.state.tensor_entries import TensorEntry
 from holdfast.store.disk import Disk

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from holdfast.errors import Damaged, RunMismatch
-from holdfast.formats.coverage_check import refuse_unequal
 from holdfast.formats.entry_matching import Allowed, ExpectedTensor, match
+from holdfast.formats.load import refuse_unequal
 from holdfast.formats.memory_source import InMemory
 from holdfast.state.tensor_entries import TensorEntry
 

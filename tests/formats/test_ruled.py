@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, RuleError
-from holdfast.formats.coverage_check import refuse_unequal, unequal_copies
 from holdfast.formats.entry_matching import groups_of
+from holdfast.formats.load import refuse_unequal, unequal_copies
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.readers import format_of, open_source
 from holdfast.formats.restore import read_tensors

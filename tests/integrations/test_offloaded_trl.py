@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,12 +12,14 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
 
 from holdfast.errors import BadInput  # noqa: E402
 from holdfast.integrations.transformers import offloaded  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
 from offloaded_script import logged  # noqa: E402
+from support.guides import Stopped, call, commands, run, scripts  # noqa: E402
 from survive_run import digest  # noqa: E402
 from tiny_folders import TEXT, write_folder  # noqa: E402
 
@@ -155,3 +159,40 @@ def test_adapters_are_saved_alone(tmp_path, folder):
 def test_generation_between_steps_is_refused():
     with pytest.raises(BadInput, match="generates texts between steps"):
         offloaded(trl.GRPOTrainer)
+
+
+def test_the_guides_script_is_stopped_and_ends_as_the_one_before(tmp_path, folder, monkeypatch):
+    import datasets
+    import trl
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER").symlink_to(folder)
+    before, after = [
+        script.replace("max_steps=6", "max_steps=6, bf16=False") for script in scripts("from-trl")
+    ]
+    data = datasets.Dataset.from_dict({"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"]})
+
+    def adapter(script, **how):
+        torch.manual_seed(0)  # of the adapters
+        run(script, data=data, **how)
+        return load_file("tuned/adapter_model.safetensors")
+
+    expected = adapter(before)
+    loss, calls = trl.SFTTrainer.compute_loss, itertools.count()
+
+    def stopping(*args, **kwargs):
+        if next(calls) == 3:
+            raise Stopped
+        return loss(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trl.SFTTrainer, "compute_loss", stopping)
+        adapter(after, is_stopped=True)
+    found = adapter(after)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+    for command in commands("from-trl", "convert"):
+        call(command)
+    exported = load_file("ADAPTER/adapter_model.safetensors")
+    assert exported.keys() == found.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in found.items())

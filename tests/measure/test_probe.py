@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.cli.plan.probing import measure_block
 from holdfast.errors import BadInput, DiskFull
+from holdfast.measure.drive_rates import LEAST_BYTES, _Sweep, measure_ssd
 from holdfast.measure.hardware_rates import measure_copies, measure_update, median_seconds
 from holdfast.measure.machine_probe import probe_machine
-from holdfast.measure.ssd import LEAST_BYTES, _Sweep, measure_ssd
-from holdfast.models.block_timing import measure_block
 from holdfast.profiles import load_machine, load_model, to_toml
 from holdfast.quantities import MiB
 

@@ -9,8 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import logged
-from holdfast.monitor.charts import COLUMNS, LARGE, SMALL, Curve, Level, Scale, chart, columns_of, ticks
-from holdfast.monitor.gantt import gantt
+from holdfast.monitor.charts import (
+    COLUMNS,
+    LARGE,
+    SMALL,
+    Curve,
+    Level,
+    Scale,
+    chart,
+    columns_of,
+    gantt,
+    ticks,
+)
 from holdfast.monitor.lanes import Timeline
 from holdfast.quantities import format_bytes
 

@@ -18,9 +18,9 @@ from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.executor import Span
 from holdfast.offload.memory.device import open_device
 from holdfast.offload.model.blocks import find_blocks
-from holdfast.offload.reporting.block_times import BlockTimer, time_model
 from holdfast.offload.setup import calibration, step_planning
 from holdfast.offload.setup.automatic_placement import with_times, within
+from holdfast.offload.setup.block_times import BlockTimer, time_model
 from holdfast.offload.setup.calibration import correct, covered, ratios
 from holdfast.profiles import load_machine, to_toml
 from support.grouped import grouped
@@ -100,8 +100,8 @@ def test_auto_is_less_than_what_is_free(tmp_path, monkeypatch):
 def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.delenv("HOLDFAST_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("holdfast.measure.cached.SECONDS", 0.2)
-    monkeypatch.setattr("holdfast.measure.cached.FILE_BYTES", 128 * 2**20)
+    monkeypatch.setattr("holdfast.measure.machine_probe.SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.measure.machine_probe.FILE_BYTES", 128 * 2**20)
     monkeypatch.setattr(calibration, "LEAST_PART", 0.0)  # so small a step may wait for the disk alone
     said = []
     engine(tmp_path / "one", budget="auto", say=said.append).close()
@@ -132,7 +132,7 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
 def test_a_disk_that_is_nearly_full_is_measured_by_a_small_file(tmp_path, monkeypatch):
     monkeypatch.delenv("HOLDFAST_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("holdfast.measure.cached.SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.measure.machine_probe.SECONDS", 0.2)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100 * 2**20))
     engine(tmp_path / "run", budget="auto").close()

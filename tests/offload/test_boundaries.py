@@ -16,7 +16,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import BlockInputChanged, ModelNotSupported
 from holdfast.io.buffers import BufferPool
-from holdfast.offload import recomputation_choice
+from holdfast.offload import step_choices
 from holdfast.offload.memory.block_states import as_tensor
 from holdfast.offload.memory.residency import Residency
 from holdfast.offload.memory.transfer_pool import unpacked
@@ -611,9 +611,7 @@ class ChangesATensorLate(ChangesATensorBetweenBlocks):
 
 def test_kept_graph_does_not_hide_a_change(tmp_path, monkeypatch):
     """The free memory decides on what runs twice, and not on what is refused."""
-    monkeypatch.setattr(
-        recomputation_choice, "most_process_bytes", lambda: 0
-    )  # earlier tests may have held much
+    monkeypatch.setattr(step_choices, "most_process_bytes", lambda: 0)  # earlier tests may have held much
     model = build(ChangesATensorLate)
     engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     for step in range(2):

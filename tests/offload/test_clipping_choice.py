@@ -8,8 +8,8 @@ import pytest
 
 import holdfast
 from combined import one_in
-from holdfast.offload.clipping_choice import DEFER, SPECULATE, ClippingChoice
 from holdfast.offload.setup import run_planning, step_planning
+from holdfast.offload.step_choices import DEFER, SPECULATE, ClippingChoice
 from holdfast.quantities import MiB
 from offload.test_clipping import SOME, engine_of, on_ssd
 from plain_loops import PLACEMENTS, STEPS, check

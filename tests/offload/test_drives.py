@@ -16,7 +16,7 @@ import holdfast
 from holdfast.errors import BadInput, DoesNotFit, RunMismatch
 from holdfast.io.queue import DriveQueues, IOQueue, Request, Throttle
 from holdfast.measure import drive_rates
-from holdfast.measure import ssd as probe
+from holdfast.measure import drive_rates as probe
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.store.commit.pruning import prune
 from holdfast.store.commit.retention import Keep
@@ -42,7 +42,7 @@ def rates(monkeypatch):
         rates.asked += 1
         return rates.get(directory.name, 1e9)
 
-    monkeypatch.setattr(drive_setup, "rate_of", rate_of)
+    monkeypatch.setattr(drive_rates, "rate_of", rate_of)
     return rates
 
 
@@ -177,9 +177,9 @@ def test_measuring_a_drive_leaves_nothing_on_it(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(drive_rates, "FILE_BYTES", probe.LEAST_BYTES)
     monkeypatch.setattr(drive_rates, "SECONDS", 0.1)
-    assert drive_setup.rate_of(tmp_path / "not" / "there", (None, None, None)) > 1
-    assert drive_setup.rate_of(tmp_path, (None, 500, None)) <= 1000
-    assert drive_setup.rate_of(tmp_path, (None, None, 700)) <= 700
+    assert drive_rates.rate_of(tmp_path / "not" / "there", (None, None, None)) > 1
+    assert drive_rates.rate_of(tmp_path, (None, 500, None)) <= 1000
+    assert drive_rates.rate_of(tmp_path, (None, None, 700)) <= 700
     assert not list(tmp_path.iterdir())
 
 

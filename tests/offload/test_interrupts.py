@@ -10,9 +10,9 @@ import pytest
 
 import holdfast
 from holdfast.io.queue import IOQueue
+from holdfast.measure import drive_rates
 from holdfast.offload import exit_hook
 from holdfast.offload.exit_hook import deferred
-from holdfast.offload.setup import drive_setup
 from training import adamw, batches, decoder
 
 
@@ -101,7 +101,7 @@ def ours():
 def test_a_press_while_an_engine_is_made_leaves_no_thread_and_a_directory_to_begin_in(
     tmp_path, press_at, monkeypatch
 ):
-    monkeypatch.setattr(drive_setup, "rate_of", lambda directory, limits: 1e9)
+    monkeypatch.setattr(drive_rates, "rate_of", lambda directory, limits: 1e9)
     before, pressed = ours(), 0
     for n in range(1, 100):
         model = decoder(blocks=2)

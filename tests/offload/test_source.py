@@ -15,8 +15,8 @@ from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
 from holdfast.state.capture import capture
 from holdfast.state.tensor_entries import TensorEntry
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
-from holdfast.store.remote.pushing import Pusher
 from holdfast.store.run_store import LocalStore
 from support.grouped import grouped
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up

@@ -8,8 +8,8 @@ import pytest
 
 import holdfast
 from combined import one_in
-from holdfast.schedule.build.step_builder import REDO_SLOTS
 from holdfast.schedule.operations import as_guessed, traffic
+from holdfast.schedule.step_builder import REDO_SLOTS
 from holdfast.schedule.work import StepShape
 from support.grouped import grouped
 from training import CONTEXT, adamw, batches, decoder

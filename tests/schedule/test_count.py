@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.cli.train.micro_batch_choice import GAIN, MARGIN_BYTES, fewest_micro_batches
 from holdfast.errors import DoesNotFit
 from holdfast.profiles import load_machine
-from holdfast.schedule.planner.micro_batch_search import GAIN, MARGIN_BYTES, fewest_micro_batches
 from holdfast.schedule.planner.placement_search import Question, answer
 from holdfast.schedule.vertical import vertical
 from holdfast.schedule.work import StepShape

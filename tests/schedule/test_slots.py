@@ -3,8 +3,8 @@
 import pytest
 
 from holdfast.schedule import operations
-from holdfast.schedule.build.step_builder import AS_LISTED, with_slots
 from holdfast.schedule.operations import Hold, Key, Op
+from holdfast.schedule.step_builder import AS_LISTED, with_slots
 from support.schedules import check_schedule
 
 

@@ -1,5 +1,5 @@
-"""The choice between records of every step and bases alone is that of least waste, is kept, and is made from steps that
-count. Nothing here takes time."""
+"""The choice between records of every step, copies in memory and bases alone is that of least waste, is kept, and is
+made from steps that count. Nothing here takes time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from holdfast.schedule.interval.snapshot_interval import Limits
 from holdfast.schedule.interval.step_cadence import (
     BLOCK_STEPS,
     COPIED_STEPS,
+    HELD_STEPS,
     LEAST_STEPS,
     NUM_ROUNDS,
     WARM_STEPS,
@@ -114,18 +115,77 @@ def test_a_choice_is_said_with_what_it_costs_and_what_a_failure_loses():
     assert CadenceChoice(1, 0.01, 0.02, 0.5, rates).describe().startswith("a record of every step.")
 
 
+HELD = SHORT._replace(held_seconds=0.012)
+
+
+@pytest.mark.parametrize("minutes", [0.1, 1])
+def test_frequent_failures_of_processes_are_met_by_copies_in_memory(minutes):
+    choice = choose(after(minutes), LIMITS, HELD)
+    young = math.sqrt(2 * 0.012 * 60 * minutes) / HELD.plain_seconds
+    assert choice.copies == pytest.approx(young, rel=0.2, abs=1) and choice.every > 10 * choice.copies
+    assert choice.copied_waste is not None
+    assert choice.copied_waste < min(choice.alone_waste, choice.recorded_waste) - 0.005
+    assert choice.lost_steps == pytest.approx(choice.copies / 2 + 0.012 / 0.13)
+
+
+def test_bases_beside_copies_are_as_far_apart_as_losses_of_the_machine_ask_for():
+    day, often = (choose(after(1), LIMITS, HELD, machine_seconds=3600.0 * hours) for hours in (24, 4))
+    assert day.every == pytest.approx(math.sqrt(2 * 0.02 * 24 * 3600) / 0.13, rel=0.15)
+    assert often.every == pytest.approx(math.sqrt(2 * 0.02 * 4 * 3600) / 0.13, rel=0.15)
+
+
+def test_machines_that_fail_as_often_as_processes_get_no_copies():
+    assert choose(after(10), LIMITS, HELD, machine_seconds=600.0).copies == 0
+
+
+def test_rare_failures_of_long_steps_keep_records_where_there_could_be_copies():
+    rates = StepRates(plain_seconds=3.3, recorded_seconds=3.3 * 1.047, copy_seconds=0.7, held_seconds=0.4)
+    measured = replace(MEASURED, step_seconds=3.3, full_bytes=1_500_000_000, record_bytes=500_000_000)
+    choice = choose(after(24 * 60, measured), LIMITS, rates)
+    assert (choice.every, choice.copies) == (1, 0) and choice.copied_waste is not None
+
+
+def test_copies_are_left_only_where_something_else_is_better_by_the_margin():
+    def kept(extra, now, copies):
+        rates = HELD._replace(recorded_seconds=HELD.plain_seconds * (1 + extra / 1000))
+        return choose(after(1), LIMITS, rates, now, copies).copies > 0
+
+    begins = [kept(extra, 1, 0) for extra in range(100)]
+    stays = [kept(extra, 500, 9) for extra in range(100)]
+    assert begins == sorted(begins) and stays == sorted(stays)
+    assert 0.005 < (begins.index(True) - stays.index(True)) / 1000 < 0.02
+
+
+def test_a_number_of_steps_between_copies_that_is_nearly_best_is_kept():
+    best = choose(after(1), LIMITS, HELD).copies
+    assert choose(after(1), LIMITS, HELD, 500, round(1.2 * best)).copies == round(1.2 * best)
+    assert choose(after(1), LIMITS, HELD, 500, 2 * best).copies == best
+
+
+def test_copies_are_said_with_what_each_kind_of_failure_loses():
+    rates = StepRates(0.5, 0.6, 0.1, 0.05)
+    said = CadenceChoice(400, 0.21, 0.12, 4.2, rates, 8, 0.03).describe()
+    assert said.startswith("a copy in memory every 8 steps (4.0 s), and a base every 400 steps (3 min 20 s).")
+    assert (
+        "cost 3.0% of the time; a record of every step would cost 21.0% and bases alone would cost 12.0%."
+        in said
+    )
+    assert said.endswith("The death of the process loses about 4 steps, that of the machine about 200 steps.")
+
+
 # Measuring
 
 
-def train(cadence, plain=0.1, recorded=0.15, copy=0.4, stall=0.05, odd=()):
+def train(cadence, plain=0.1, recorded=0.15, copy=0.4, stall=0.05, held=0.0, odd=()):
     """Until a choice is to be made. Yields nothing of it; returns the steps that it took, and how each was kept."""
     kinds = []
     for step in range(1000):
         due = not cadence.records and cadence.is_due(step, -1, exactly=False)
-        kinds.append("recorded" if cadence.records else "copied" if due else "plain")
+        in_memory = cadence.is_copy_due(step)
+        kinds.append("recorded" if cadence.records else "copied" if due else "held" if in_memory else "plain")
         seconds = (
             (recorded if cadence.records else plain) + (copy if due else 0.0) + (9.0 if step in odd else 0.0)
-        )
+        ) + in_memory * held
         if cadence.stepped(seconds, stall if due else 0.0, due):
             return kinds
     raise AssertionError("nothing was to be chosen")
@@ -138,6 +198,30 @@ def test_what_steps_and_bases_take_is_measured_in_a_few_rounds():
     assert cadence.rates == pytest.approx(StepRates(0.1, 0.15, 0.4))
     assert len(kinds) == WARM_STEPS + NUM_ROUNDS * (2 * BLOCK_STEPS + COPIED_STEPS) <= 120
     assert kinds.count("copied") == NUM_ROUNDS
+
+
+def test_what_a_copy_in_memory_takes_is_measured_where_there_can_be_one():
+    cadence = StepCadence(None, can_copy=True)
+    kinds = train(cadence, held=0.03)
+    assert cadence.rates is not None and cadence.rates.held_seconds == pytest.approx(0.03)
+    assert cadence.rates[:3] == pytest.approx((0.1, 0.15, 0.4))
+    assert kinds.count("held") == NUM_ROUNDS * HELD_STEPS / 2 and len(kinds) <= 150
+    cadence.adopt(CadenceChoice(40, 0.2, 0.1, 3.0, cadence.rates, 6, 0.05))
+    assert [step for step in range(20) if cadence.is_copy_due(step)] == [0, 6, 12, 18] and not cadence.records
+    for can_copy, held in ((True, cadence.rates.held_seconds), (False, None)):
+        later = StepCadence(None, can_copy)
+        later.restore(cadence.to_json())
+        assert later.rates is not None and later.rates.held_seconds == held and later.copies == 6
+
+
+def test_copies_that_turn_out_to_be_impossible_are_not_waited_for():
+    cadence = StepCadence(None, can_copy=True)
+    while not cadence.is_copy_due(0):
+        cadence.stepped(0.1, 0.0)
+    cadence.leave_copies()
+    assert not cadence.is_copy_due(0) and not cadence.records
+    train(cadence)
+    assert cadence.rates is not None and cadence.rates.held_seconds is None
 
 
 def test_a_step_with_an_evaluation_in_it_does_not_count():

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.formats.rules_source import HeldRegion, inferred
 from holdfast.state.layout.regions import Region
 from holdfast.state.rules.assembly import assemble
-from holdfast.state.rules.inference import HeldRegion, inferred
 from holdfast.state.rules.rule_language import Rules
 from holdfast.state.rules.rule_matching import StoredTensor
 from holdfast.state.tensor_entries import TensorEntry

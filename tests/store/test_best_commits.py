@@ -8,10 +8,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.store.commit.best_commits import is_better, ranked
-from holdfast.store.commit.retention import Keep, dropped, kept_for_good
+from holdfast.store.commit.retention import Keep, dropped, is_better, kept_for_good, ranked
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
-from holdfast.store.remote.pushing import Pusher
+from holdfast.store.pushing import Pusher
 
 NUMBERS = st.one_of(st.none(), st.floats(-3, 3).map(lambda x: round(x)), st.just(math.nan), st.just(math.inf))
 

@@ -12,14 +12,14 @@ from dist.world import World
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMissing, NoCommit, RunMismatch
 from holdfast.opening import source_of
+from holdfast.store import copying, object_store
 from holdfast.store.commit.retention import Keep
 from holdfast.store.format.manifest import ALONE, object_path
 from holdfast.store.log.chain import last_step, verify_records
 from holdfast.store.log.segments import read_segment, segments
+from holdfast.store.object_store import NamedCommit, ObjectDisk, Url
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
-from holdfast.store.remote import copying, object_store
-from holdfast.store.remote.object_store import NamedCommit, ObjectDisk, Url
-from holdfast.store.remote.pushing import Pusher
 from test_checkpointer import ADAMW, go_on, reference, start
 from tiny_run import TinyRun, check_content
 

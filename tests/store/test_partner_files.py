@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.store.partner_files import PartnerFiles, copied_files, prune_copies, sweep_copies
+from holdfast.store.share_places import PartnerFiles, copied_files, prune_copies, sweep_copies
 from support.simdisk import SimDisk
 
 NAME = "data/rank-00001.a." + "0" * 32 + ".safetensors"

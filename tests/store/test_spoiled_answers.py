@@ -13,7 +13,7 @@ import pytest
 
 import buckets
 from holdfast.errors import DiskFailed
-from holdfast.store.remote.object_store import ObjectDisk
+from holdfast.store.object_store import ObjectDisk
 
 NAMES = [f"c{number}" for number in range(4)]
 TEXT = bytes(range(250))

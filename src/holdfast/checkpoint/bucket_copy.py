@@ -15,8 +15,8 @@ from pathlib import Path
 from ..errors import BadInput, HoldfastError
 from ..events import EventLog
 from ..store.commit.retention import Keep
-from ..store.remote.object_store import Url, place_of
-from ..store.remote.pushing import Pusher
+from ..store.object_store import Url, place_of
+from ..store.pushing import Pusher
 
 SECONDS = 1.0
 """The time between two rounds."""

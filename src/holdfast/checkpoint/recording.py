@@ -2,8 +2,8 @@
 
 A step counts as durable when its record is on the disk of every rank, or a snapshot holds it. If the disk is behind,
 training waits or skips records, as the options say; after skipped records a snapshot closes the gap. With ``every``
-other than 1 there may be no records, and a step counts as durable once a snapshot of it is published. Called by
-``Checkpointer`` as ``DurabilityBackend`` describes.
+other than 1 there may be no records, and a step counts as durable once a snapshot of it is published; copies in memory
+may keep steps between. Called by ``Checkpointer`` as ``DurabilityBackend`` describes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast import failpoints
 
 from ..accelerators import devices_of
 from ..errors import RunMismatch
-from ..events import EventLog
+from ..events import EventLog, tell
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence
 from ..store import run_store
@@ -36,11 +36,13 @@ from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
 from .recovery.following import Follower
+from .recovery.kept_copy import machine_seconds, newest_copy, recover_copy, this_machine
 from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
 from .snapshot.host_copy import HostCopy
+from .snapshot.memory_copies import MemoryCopies, why_unavailable
 from .snapshot.run_drives import RunDrives
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
@@ -69,6 +71,10 @@ class LogBackend(DurabilityBackend):
         self._recorder: Recorder | None = None
         self._pace: SnapshotScheduler | None = None
         self._follower: Follower | None = None
+        self._copies: MemoryCopies | None = None
+        """The copies in memory; None where nothing is kept there."""
+        self._disk_step: int | None = None
+        """The newest step that the disk has, where training continues from a copy in memory; else None."""
 
     @property
     def recorder(self) -> Recorder:
@@ -99,7 +105,8 @@ class LogBackend(DurabilityBackend):
 
     @property
     def replica_step(self) -> int:
-        return self.durable_step
+        in_memory = -1 if self._copies is None else self._copies.step
+        return max(self.durable_step, in_memory)
 
     @property
     def base_step(self) -> int:
@@ -120,7 +127,9 @@ class LogBackend(DurabilityBackend):
         if self._pace is None or self._recorder is None:
             return {}
         recorder, bases = self._recorder, self._pace.bases
+        is_in_memory = self._copies is not None and self._copies.step >= 0
         return {
+            **({"memory_step": self.replica_step} if is_in_memory else {}),
             "written_bytes": recorder.written_bytes + bases.written_bytes,
             "waiting_bytes": recorder.pending_bytes,
             "staged_bytes": bases.memory_bytes,
@@ -129,6 +138,9 @@ class LogBackend(DurabilityBackend):
     @property
     def recovered_by(self) -> str:
         recovery = self._recovery
+        if self._disk_step is not None:
+            seconds = format_seconds(recovery.load_seconds)
+            return f"from the copy in memory, in {seconds}; the disk has step {self._disk_step:,}"
         records = counted(recovery.replayed_records, "record")
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
         if recovery.reached is not None:
@@ -164,6 +176,9 @@ class LogBackend(DurabilityBackend):
                     " it is not that of a fresh start. Start the script again."
                 )
             return None
+        found = self._from_memory(store, asked)
+        if found is not None:
+            return found
         found = recover(
             seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
             continuing=asked.continuing, after_update=training.update_again, watch=recovery,
@@ -176,6 +191,22 @@ class LogBackend(DurabilityBackend):
             training.ranks.all_do(
                 partial(retained_state.refuse_to_leave, store.root, store, found.point.step)
             )
+        return found
+
+    def _from_memory(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
+        """Restore the copy that an earlier process left in memory; None if the disk has a step as new."""
+        training = self._training
+        if self._why_no_copies():
+            return None
+        kept = newest_copy(store, asked.target, asked.exact)
+        if kept is None:
+            return None
+        found = recover_copy(store, kept, training.state, training.script, self._recovery)
+        if found is None:
+            return None
+        training.rates = self._recovery.rates
+        self._disk_step = retained_state.newest(store, None)
+        self._events.emit("resumed", source="memory", step=found.point.step, durable_step=self._disk_step)
         return found
 
     def _entered(self, store: LocalStore, asked: ResumeRequest) -> LocalStore:
@@ -201,28 +232,33 @@ class LogBackend(DurabilityBackend):
         self._training.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
         if self._nodes is None:
-            run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS})
+            run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS, **this_machine()})
             if self._drives is not None:
                 self._drives.take(self._store)
         else:
             self._nodes.begin(point, {BY: RECORDS})
         self._store.measure()
         self._pool = self._slot_pool()
+        self._copies = self._make_copies()
         self._recorder = self._make_recorder(self._pool)
         self._recorder.waits_until = self._ends_at
         self.begun = True
         pace = self._make_pace(self._recorder)
         newest = self._store.newest_base
-        goes_on = found is not None and found.same_cut and newest is not None
+        goes_on = found is not None and (found.same_cut or self._disk_step is not None) and newest is not None
         # A base is made by all ranks or by none, and one may know of damage that others have not met.
         if all(self._training.ranks.everyone(goes_on)) and newest is not None:
             pace.continue_after(newest.step, newest.oldest_step)
+            if self._disk_step is not None:
+                pace.leave_out(self._training.steps_done)
         else:
             pace.save_snapshot(self._training.steps_done)
         pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
-        if self._recovery.over:
+        if self._recovery.over and self._disk_step is None:
             pace.recovered(self._recovery)
         told = None if newest is None else newest.progress_of(newest.streams[0]).get("every")
+        if found is not None and self._disk_step is not None:
+            told = found.progress.get("every")
         told_anywhere = self._training.ranks.everyone(told)  # a node that lost its directory has no base
         pace.continue_cadence(next((each for each in told_anywhere if each is not None), None))
         self._pace = pace
@@ -243,7 +279,8 @@ class LogBackend(DurabilityBackend):
         copying = uncopied if self._nodes is None else self._nodes.copy.copying
         self._journal = self._store.journal(training.ranks.stream, copying)
         return Recorder(
-            self._journal, pool, durable_step=training.steps_done,
+            self._journal, pool,
+            durable_step=training.steps_done if self._disk_step is None else self._disk_step,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
             pack=training.codec.pack, cpus=self._options.helper_cpus,
         )  # fmt: skip
@@ -254,6 +291,7 @@ class LogBackend(DurabilityBackend):
         means = SnapshotResources(
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not training.is_elementwise,
             options.when_behind, training.after_update is not None, options.mean_seconds_between_failures,
+            machine_seconds(self._store, options.mean_seconds_between_failures), self._why_no_copies(),
         )  # fmt: skip
         together = (
             None
@@ -263,11 +301,21 @@ class LogBackend(DurabilityBackend):
         pace = SnapshotScheduler(
             self._store, training.state, recorder, means, progress=training.progress, emit=emit,
             restarted=self._sealer.forget, prefix=training.ranks.prefix, together=together,
-            cadence=StepCadence(options.told_every),
+            cadence=StepCadence(options.told_every, self._copies is not None), copies=self._copies,
         )  # fmt: skip
         if together is not None:
             self._agree(together, recorder)
         return pace
+
+    def _make_copies(self) -> MemoryCopies | None:
+        """Return the copies in memory, if they may be chosen, or if training continues from one."""
+        is_taken = self._disk_step is not None
+        if self._why_no_copies() or not (is_taken or self._options.told_every is None):
+            return None
+        return MemoryCopies(self._store, is_taken, self._options.helper_cpus)
+
+    def _why_no_copies(self) -> str:
+        return why_unavailable(self._store, self._training.ranks.world_size, self._peers is not None)
 
     def _agree(self, together: CollectiveSnapshot, recorder: Recorder) -> None:
         """Start the background agreement with the other ranks."""
@@ -447,6 +495,7 @@ class LogBackend(DurabilityBackend):
         """
         super().part(orderly=True)
         self.agreement = None
+        self._drop_copies()
         self.close()
         self._journal.cut()
         self.pace.bases.release()
@@ -455,6 +504,21 @@ class LogBackend(DurabilityBackend):
             self._nodes.end_timeline()
         self._store.close_units()
         self._sealer = RecordBuilder(self._training.state, shortens=True)
+
+    def _drop_copies(self) -> None:
+        """Remove the copy in memory, of a step that is being abandoned."""
+        copies, self._copies, self._disk_step = self._copies, None, None
+        if copies is not None:
+            copies.close(copies.step)
+
+    def _leave_copies(self) -> None:
+        """Remove the copy in memory, or report that the next process will continue from it."""
+        copies, durable = self._copies, self.written_step
+        if copies is not None and copies.close(durable):
+            tell(
+                f"{self._store.root}: step {copies.step:,} is in the memory of this machine ({copies.place}), and the"
+                f" disk has step {durable:,}. The next start continues from memory, unless the machine ends before."
+            )
 
     @property
     def is_alive(self) -> bool:
@@ -467,7 +531,10 @@ class LogBackend(DurabilityBackend):
         if self._recorder is not None:
             if self.grace is not None and self.grace.hurries and self._pace is not None:
                 self._hurry(self.grace, self._recorder)
-            self._recorder.close()
+            try:
+                self._recorder.close()
+            finally:
+                self._leave_copies()
 
     def part(self, orderly: bool) -> None:
         super().part(orderly)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
 from ..formats import packs
-from ..formats.coverage_check import refuse_unequal
 from ..formats.deepspeed import write_deepspeed
 from ..formats.entry_keys import EXTRA
+from ..formats.load import refuse_unequal
 from ..formats.readers.huggingface import write_huggingface, write_named, write_single
 from ..formats.readers.training_file import SUFFIXES as TORCH_SUFFIXES
 from ..formats.readers.training_file import write_torch
@@ -39,7 +39,7 @@ from ..models.keeping import (
 from ..opening import source_of
 from ..quantities import counted, format_bytes, parse_bytes
 from ..store.disk import Disk, write_durably
-from ..store.remote.object_store import NamedCommit, Url
+from ..store.object_store import NamedCommit, Url
 from .foreign_states import passed_over
 from .output import parsed, print_json, transfer_progress
 from .runs import open_run

@@ -1,26 +1,34 @@
-"""The states of any format as the command line names them, and ``show`` and ``verify`` for foreign formats.
+"""The states of any format as the command line names them, and the verbs for layouts that are not this library's.
 
-A name is a run, a step of it, or a path that one of the readers recognizes. Whether a foreign state is whole is told as
-far as its format has checksums. Called by ``convert``, ``diff`` and ``inspect``.
+A name is a run, a step of it, or a path that one of the readers recognizes. ``show`` and ``verify`` of a foreign format
+say whether its state is whole as far as the format has checksums. ``rules`` prints the sharding of a run as rules,
+checks whether rules fit, and lists the packs. Nothing is written. Called by ``main``, ``convert``, ``diff`` and
+``inspect``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
-from ..formats.coverage_check import unequal_copies
+from ..formats import packs, rules_source
+from ..formats.load import unequal_copies
 from ..formats.readers.run_directory import CommitSource
 from ..formats.readers.safetensors_files import BITS
 from ..formats.source import Source, SourceTensor
 from ..opening import source_of
 from ..quantities import counted, format_bytes
-from .output import atom_table, console, print_facts, print_json, print_table, progress
-from .runs import label, open_run, summary, while_training
+from ..state.rules.rule_language import Rules
+from ..store.format.manifest import Manifest
+from ..store.reader import RunReader
+from .output import atom_table, console, plain_table, print_facts, print_json, print_table, progress
+from .runs import label, open_run, summary, while_training, with_commits
 
 T = TypeVar("T")
 
@@ -145,3 +153,47 @@ def _damaged(source: Source, *, quiet: bool) -> list[Damaged]:
             except Damaged as error:
                 found.append(error)
     return found + list(unequal_copies(source, source.atoms.values()))
+
+
+def infer(commit: str) -> None:
+    """Print the rules that build the tensors of a commit from what its ranks stored."""
+    print(with_commits([commit], rules_source.infer), end="")
+
+
+def check(rules: str, commit: str, values: Path | None, *, as_json: bool) -> bool:
+    """Print what rules build from what the ranks of a commit stored; return whether it matches the commit's record."""
+    found = packs.find(rules, values)
+    return with_commits([commit], partial(_check, found, as_json=as_json))
+
+
+def show_packs(name: str | None) -> None:
+    """Print the names of all packs, or the text of one."""
+    if name is not None:
+        print(packs.text(name), end="")
+        return
+    table = plain_table("pack", "for")
+    for pack, purpose in packs.names().items():
+        table.add_row(pack, purpose)
+    print_table(console(), table)
+
+
+def _check(rules: Rules, reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
+    found, other = rules_source.check(rules, reader, manifest)
+    if as_json:
+        print_json(
+            {
+                "atoms": sorted(found.atoms), "otherwise": other, "aliases": found.aliases, "unused": found.unused,
+                "dropped": found.dropped, "ambiguous": found.ambiguous,
+            }
+        )  # fmt: skip
+        return not other
+    print(f"{counted(len(found.atoms), 'tensor')} made of what {label(reader, manifest)} stores")
+    for name, numbers in found.ambiguous.items():
+        print(f"  ambiguous: {name} is matched by rules {', '.join(map(str, numbers))}; the first holds")
+    for number in found.unused:
+        print(f"  unused: {rules.rules[number - 1].label}")
+    for name in found.dropped:
+        print(f"  dropped: {name}")
+    for key in other:
+        print(f"  not as the run records it: {key}")
+    return not other

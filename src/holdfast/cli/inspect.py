@@ -6,6 +6,7 @@ Each command gathers plain data first and then prints it, as text or as one JSON
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
@@ -16,21 +17,23 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
 from ..errors import BadInput, CommitRetired, Damaged, DiskFailed, Unreadable
 from ..quantities import counted, format_bytes
-from ..store.commit.retention import WEIGHTS
-from ..store.commit.weights_files import copies_in
+from ..store.commit.retention import WEIGHTS, copies_in
 from ..store.disk import reference_at
 from ..store.format.manifest import CommitRef, Manifest
 from ..store.format.payload_files import regions
 from ..store.log.chain import last_step, verify_records
+from ..store.object_store import place_of
 from ..store.reader import RunReader
-from ..store.remote.object_store import place_of
 from ..store.repairing import repair
+from ..store.run_store import LocalStore
 from .output import atom_table, console, plain_table, print_facts, print_json, print_table, progress
 from .runs import directory_of, label, local_time, open_run, summary, with_commits
 
 if TYPE_CHECKING:
     from ..formats.source import Source
 
+MEMORY = Path("/dev/shm")
+"""The directory in which copies in memory are looked for."""
 WAY_OUT = (
     "A copy of the run has its own: `holdfast verify RUN --repair COPY` puts it there, from a directory or from"
     " s3://BUCKET/PREFIX."
@@ -73,6 +76,25 @@ def ls(run: Path, *, as_json: bool) -> None:
     print_table(console(), table)
     if copies := copies_in(reader.disk):
         print(f"Weights alone, in {reader.root / WEIGHTS}: {_steps([ref.step for ref in copies])}")
+    if (step := _step_in_memory(reader)) is not None:
+        print(f"In the memory of this machine alone, for the next start: step {step:,}")
+
+
+def _step_in_memory(reader: RunReader) -> int | None:
+    """Return the step of a copy in memory that the next process continues from; None without one.
+
+    Imports torch only where such memory belongs to the run's directory.
+    """
+    if not isinstance(reader.root, Path):
+        return None
+    mark = f'"inode": {reader.root.stat().st_ino},'
+    if not any(mark in owner.read_text() for owner in MEMORY.glob(f"holdfast-{os.getuid()}-*/run.json")):
+        return None
+    from ..checkpoint.recovery.kept_copy import newest_copy
+
+    with LocalStore(reader.root) as store:
+        kept = newest_copy(store, None, exact=False)
+    return None if kept is None else kept.last
 
 
 def _shared_bytes(order: list[CommitRef], files: dict[CommitRef, dict[str, int]]) -> dict[CommitRef, int]:

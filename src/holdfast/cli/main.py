@@ -416,8 +416,8 @@ def drill(
     The script runs three times, to the same step: twice without interruption, and once with kills. The results are
     compared. Run directories are replaced by temporary ones; other files that the script writes are written as ever.
     """
-    from .supervise.drilling import DrillOptions
-    from .supervise.drilling import drill as drill_script
+    from .drilling import DrillOptions
+    from .drilling import drill as drill_script
 
     options = DrillOptions(
         kills=kills, until=until, seed=seed, tolerance=tolerance, timeout=timeout, keep=keep
@@ -444,7 +444,7 @@ def standby(
     first dies. SIGINT and SIGTERM go to the process that trains, and then nobody takes over. Ends with the exit code
     of the process that trained last.
     """
-    from .supervise.standby_job import stand_by
+    from .standby_job import stand_by
 
     raise typer.Exit(stand_by(command, restarts=restarts))
 
@@ -458,7 +458,7 @@ app.add_typer(rules, name="rules")
 @rules.command("infer")
 def rules_infer(commit: Commit) -> None:
     """Print the rules that a run is cut by, to edit."""
-    from .rules import infer
+    from .foreign_states import infer
 
     infer(commit)
 
@@ -471,7 +471,7 @@ def rules_check(
     json: AsJson = False,
 ) -> None:
     """Apply rules to what the ranks of a run stored; exit 1 if any tensor would lie otherwise than it does."""
-    from .rules import check
+    from .foreign_states import check
 
     raise typer.Exit(0 if check(file, commit, values, as_json=json) else 1)
 
@@ -481,7 +481,7 @@ def rules_packs(
     name: Annotated[str | None, typer.Argument(metavar="PACK", help="Print this one.")] = None,
 ) -> None:
     """List the packs of rules that come with this."""
-    from .rules import show_packs
+    from .foreign_states import show_packs
 
     show_packs(name)
 

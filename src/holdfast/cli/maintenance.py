@@ -19,9 +19,9 @@ from ..monitor.progress_bar import progress_bar
 from ..quantities import counted, format_bytes
 from ..store.commit.pruning import Pruning, planned, prune, prune_nodes, spans_text
 from ..store.commit.retention import Keep
-from ..store.remote.copying import PushResult
-from ..store.remote.object_store import Nodes, Url, place_of
-from ..store.remote.pushing import Pusher
+from ..store.copying import PushResult
+from ..store.object_store import Nodes, Url, place_of
+from ..store.pushing import Pusher
 from .output import console, error_console, plain_table, print_json, print_table, transfer_progress
 from .runs import directory_of, open_run
 

@@ -24,7 +24,7 @@ from ..monitor.run_panel import LivePanel, Tail
 from ..monitor.run_report import Look, document, html
 from ..monitor.trace import chrome_trace
 from ..quantities import parse_seconds, visible
-from ..store.remote.object_store import Url, place_of
+from ..store.object_store import Url, place_of
 from .output import console, parsed, print_json
 from .runs import open_run
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from ..errors import BadInput, NoCommit
 from ..store.format.manifest import Manifest
 from ..store.joined_nodes import is_node
+from ..store.object_store import NamedCommit, Nodes, Url, place_of
 from ..store.reader import RunReader, again_if_retired
-from ..store.remote.object_store import NamedCommit, Nodes, Url, place_of
 from ..store.run_store import LocalStore
 from .train.kept_config import NAME, read_record, state_directory
 

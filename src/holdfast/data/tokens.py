@@ -32,8 +32,7 @@ from ..regular_files import home_path, load_json, open_regular, read_regular
 from ..store.disk import Disk, write_durably
 from .chats import Chat
 from .corpus import Windows, find_files, split
-from .documents import PLAIN, chunks, form_of, records
-from .tables import tables_of
+from .documents import PLAIN, chunks, form_of, records, tables_of
 
 IGNORED = -100
 """The label of an id that is not a target."""

@@ -103,6 +103,22 @@ def with_lists(value: Any) -> Any:
     return [made[place] for place in places] if made.keys() == set(places) else made
 
 
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Rebuild flattened dictionaries and lists: the names on the path are joined by dots."""
+    made: dict[str, Any] = {}
+    for key, value in flat.items():
+        *way, last = key.split(".")
+        table = made
+        for part in way:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                return dict(flat)  # the key has a dot of its own
+        if last in table:
+            return dict(flat)
+        table[last] = value
+    return {key: with_lists(value) for key, value in made.items()}
+
+
 def unwrapped(name: str) -> str:
     """Return ``name`` without the components that are used by torch's wrappers alone."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)

@@ -16,6 +16,9 @@ from ..quantities import shown
 from ..state.tensor_entries import CARRIED, FLOATS, SEED, STEP
 from .source import Source, SourceTensor
 
+Group = tuple[dict[str, Any], list[str]]
+"""The hyper-parameters of a parameter group, and the names of its parameters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
@@ -262,13 +265,19 @@ def _find_nested(source: Source, result: Match) -> None:
             result.values.pop(name, None)
 
 
-def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the parameter groups of a source: hyper-parameters and parameter names of each."""
+def groups_by_optimizer(progress: Mapping[str, Any]) -> list[list[Group]]:
+    """Return the parameter groups of each optimizer of a source."""
     groups, names = progress.get("groups", []), progress.get("group_parameters")
-    if names is None and "replay" in progress:  # written by a Checkpointer: groups by optimizer
+    if names is None and "replay" in progress:  # written by a Checkpointer
         pairs = zip(groups, progress["replay"]["parameters"], strict=True)
-        return [pair for each in pairs for pair in zip(*each, strict=True)]
-    return list(zip(groups, names or [], strict=False))
+        return [list(zip(*each, strict=True)) for each in pairs]
+    found = list(zip(groups, names or [], strict=False))
+    return [found] if found else []
+
+
+def groups_of(progress: Mapping[str, Any]) -> list[Group]:
+    """Return the parameter groups of all optimizers of a source."""
+    return [group for each in groups_by_optimizer(progress) for group in each]
 
 
 def _alike(one: SourceTensor, other: SourceTensor) -> bool:

@@ -3,6 +3,9 @@
 A target is a region of a tensor entry and the array to fill with it. Fragments of the region are divided into runs:
 spans of one part of at most ``WINDOW`` bytes. A run may contain holes of at most ``GAP`` bytes, which are read and
 dropped. Runs are read in the order in which they lie in the files.
+
+Ranks that store the same tensor should have stored the same bits; if not, one of them is wrong and nothing tells which.
+So a tensor whose copies differ is refused by name before any of it is used (``refuse_unequal``).
 """
 
 from __future__ import annotations
@@ -275,3 +278,43 @@ def _read(source: Source, run: ReadRange, array: np.ndarray) -> None:
     source.read(run.part, first, read.view(np.uint8).data)
     strides = tuple(stride * array.itemsize for stride in run.strides)
     region[...] = np.lib.stride_tricks.as_strided(read, run.box.shape, strides)
+
+
+CHUNK = 1 << 22
+"""The number of elements that are compared at once."""
+
+
+def refuse_unequal(source: Source, wanted: Iterable[SourceTensor]) -> None:
+    """Raise ``Damaged`` if a tensor of ``wanted`` has copies that should be equal and differ.
+
+    Tensors that an earlier call found equal are not compared again.
+    """
+    left = [stored for stored in wanted if stored.atom.key not in source.compared]
+    for error in unequal_copies(source, left):
+        raise error
+    source.compared.update(stored.atom.key for stored in left)
+
+
+def unequal_copies(source: Source, among: Iterable[SourceTensor]) -> Iterator[Damaged]:
+    """Yield an error for each tensor entry whose copies should be equal and differ."""
+    for stored in among:
+        key = stored.atom.key
+        first = SourceTensor(stored.atom, stored.pieces)
+        for copy in () if stored.average else stored.copies:
+            if not _equal(source, first, SourceTensor(stored.atom, copy)):
+                paths = sorted(
+                    {source.parts[n].path for pieces in (stored.pieces, copy) for n in pieces.part.tolist()}
+                )
+                yield Damaged(
+                    f"the copies of {key} differ, in {' and '.join(paths[:2])}", path=paths[-1], atoms=(key,)
+                )
+                break
+
+
+def _equal(source: Source, one: SourceTensor, other: SourceTensor) -> bool:
+    elements = one.atom.elements
+    return all(
+        read_flat(source, one, start, min(start + CHUNK, elements)).tobytes()
+        == read_flat(source, other, start, min(start + CHUNK, elements)).tobytes()
+        for start in range(0, elements, CHUNK)
+    )

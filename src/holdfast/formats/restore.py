@@ -32,10 +32,9 @@ from ..state.live_state import LiveState
 from ..state.plain_tensors import FROM_NAME, TO_NAME, flat_bytes
 from ..state.progress import fill_groups
 from ..state.tensor_entries import STEP
-from .coverage_check import refuse_unequal
-from .entry_keys import with_lists
+from .entry_keys import nested
 from .entry_matching import Allowed, ExpectedTensor, Match, groups_of, match
-from .load import ReadTarget, array_of, check_all, mean, read_all
+from .load import ReadTarget, array_of, check_all, mean, read_all, refuse_unequal
 from .source import Source, SourceTensor
 
 BATCH_BYTES = 256 * MiB
@@ -224,14 +223,7 @@ def _nest(state: LiveState, slots: Mapping[str, Collection[str]]) -> None:
         if number is None or state.lacks(name):
             continue
         held = state.optimizers[number].state[parameter.parameter]
-        for slot in apart:
-            *way, last = slot.split(".")
-            table = held
-            for part in way:
-                table = table.setdefault(part, {})
-            table[last] = held.pop(slot)
-        for top in {slot.partition(".")[0] for slot in apart}:
-            held[top] = with_lists(held[top])
+        held.update(nested({slot: held.pop(slot) for slot in apart}))
 
 
 def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:

@@ -1,8 +1,13 @@
-"""Files for direct I/O from threads: ``preadv`` and ``pwritev`` that transfer all bytes or fail.
+"""Files for direct I/O from threads, and the CPUs of these threads.
 
-In direct mode, offsets, lengths and memory are multiples of a page. A transfer repeats short and interrupted calls.
-Where a file system refuses O_DIRECT (at open or at the first transfer), the file is used buffered, with one warning
-per directory. Nothing is synced here. Offsets and lengths are bytes.
+``preadv`` and ``pwritev`` transfer all bytes or fail. In direct mode, offsets, lengths and memory are multiples of a
+page. A transfer repeats short and interrupted calls. Where a file system refuses O_DIRECT (at open or at the first
+transfer), the file is used buffered, with one warning per directory. Nothing is synced here. Offsets and lengths are
+bytes.
+
+Threads that hash, compress and write beside training take time from the cores that train. Where the system has CPUs
+that no training process of the run is confined to, each such thread puts itself there (``use_cpus``). No other thread
+is touched.
 """
 
 from __future__ import annotations
@@ -12,8 +17,10 @@ import errno
 import fcntl
 import os
 import resource
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import DiskFailed, DiskFull
@@ -197,3 +204,38 @@ def _warn_buffered(path: Path, error: OSError) -> None:
         BufferedIOWarning,
         stacklevel=3,
     )
+
+
+def use_cpus(cpus: Collection[int]) -> None:
+    """Confine the calling thread to ``cpus``, as far as the system allows. Without any, nothing happens."""
+    if cpus:
+        with suppress(OSError):  # they were taken away meanwhile
+            os.sched_setaffinity(0, cpus)
+
+
+def used_cpus() -> set[int]:
+    """Return the CPUs that threads of this process may run on: those of all their masks."""
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended meanwhile
+            found |= os.sched_getaffinity(int(thread))
+    return found
+
+
+def allowed_cpus() -> set[int]:
+    """Return the CPUs on which the system lets this process run, whatever its present mask is.
+
+    A cpuset (of a container, or of a batch system) holds for every thread; a mask can be changed. A thread of its own
+    asks for all CPUs and sees which of them it gets.
+    """
+    found: set[int] = set()
+
+    def ask() -> None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+        found.update(os.sched_getaffinity(0))
+
+    asking = threading.Thread(target=ask, name="holdfast-cpus", daemon=True)
+    asking.start()
+    asking.join()
+    return found

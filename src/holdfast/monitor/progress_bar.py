@@ -18,7 +18,7 @@ from rich.table import Column
 
 from ..errors import BadInput
 from ..quantities import format_seconds
-from .gantt import milliseconds
+from .charts import milliseconds
 from .training_panel import RECENT, number
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import Any
 from ..quantities import counted, format_bytes, format_seconds
 from ..schedule.operations import COMMIT, COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD
 from . import facts
-from .charts import Curve, Level, Scale, chart
-from .gantt import milliseconds
+from .charts import Curve, Level, Scale, chart, milliseconds
 from .history import History, StepRecord
 from .lanes import NAMES
 

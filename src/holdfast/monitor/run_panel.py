@@ -22,8 +22,8 @@ from ..events import open_log, parsed
 from ..quantities import counted, format_bytes, format_seconds
 from ..schedule.operations import SSD_READ, SSD_WRITE
 from . import facts
+from .charts import milliseconds
 from .facts import percent
-from .gantt import milliseconds
 from .history import History
 from .lanes import NAMES
 from .training_panel import Box, Rows, memory_bar, number, sparkline
@@ -32,6 +32,12 @@ PIECE_BYTES = 1 << 24
 """The number of bytes of a log that are read at once."""
 
 BARS, LOSSES, CLASSES = 20, 1000, 5
+PLACES = {
+    "replica_step": "in the replica",
+    "memory_step": "in memory, for the next process",
+    "remote_durable_step": "in the bucket",
+}
+"""The names of the places that have a step besides the disk, by the key of its number."""
 
 
 class Tail:
@@ -105,6 +111,7 @@ class LivePanel:
             "durable_step": facts.durability(history).get("durable_step"),
             "remote_durable_step": newest.get("remote_durable_step"),
             "replica_step": newest.get("replica_step"),
+            "memory_step": newest.get("memory_step"),
             "written_bytes": life["written_bytes"],
             "rated_share": life["rated_share"],
         }
@@ -175,7 +182,7 @@ class LivePanel:
                 "a record of every step" if found["every"] == 1 else f"a base every {found['every']:,} steps"
             )
             yield "", kept, "chosen"
-        for key, name in (("replica_step", "in the replica"), ("remote_durable_step", "in the bucket")):
+        for key, name in PLACES.items():
             if found[key] is not None:
                 yield "", f"step {found[key]:,}", name
         if found["written_bytes"] is not None:

@@ -13,9 +13,8 @@ from typing import Any
 
 from ..quantities import counted, format_bytes
 from . import facts
-from .charts import Curve, Level, Scale, chart
+from .charts import Curve, Level, Scale, chart, gantt, milliseconds
 from .facts import Drive, percent
-from .gantt import gantt, milliseconds
 from .history import History
 from .lanes import NAMES
 from .report_tables import Section, absent, happened, memory, page, paragraph, predictions, table, traffic

@@ -46,12 +46,11 @@ from .setup.builder import build, fill, stored_units
 from .setup.drive_setup import Drives
 from .setup.engine_resume import newest_commit, progress_of_rank, same_files
 from .setup.equal_on_ranks import agree_on_source
-from .setup.existing_state import agree_on_held, check_forms
 from .setup.frozen_references import frozen_references
 from .setup.preflight import Preflight, preflight_of, space_on
 from .setup.process_settings import allow_open_files, on_host_by_default, share_heaps
 from .setup.run_planning import Arguments, PlannedRun, agreed_run, checked_arguments, plan_run
-from .setup.starting_state import Opens, StartingState, prepare, take_up
+from .setup.starting_state import Opens, StartingState, agree_on_held, check_forms, prepare, take_up
 from .setup.step_planning import Budget
 
 
@@ -142,7 +141,7 @@ def offload(
         confirm: Called with the preflight before anything is written; it may raise.
         before_first_commit: Called once in a fresh directory, which is locked by then, for files to be kept beside the
             state. No commit of the run exists without them.
-        say: Called with the line that tells what was chosen; by default it is printed to standard error.
+        say: Called with the line that tells what was chosen; by default it is logged, as that of a resume is.
         disk: File system of the run in place of that of ``run``, for tests.
 
     The planner uses the machine's rates, which are measured in a few seconds where they are not known yet, and the

@@ -32,7 +32,6 @@ from . import rng
 from .engine_progress import UserState
 from .executor import Executor
 from .exit_hook import closed, deferred, finish_at_exit
-from .held_model import HeldModel
 from .loss_scaling import first_label_counts, mean_of, questions
 from .model.chunked_head import ChunkedHead, has_ordinary_loss
 from .model.microbatches import (
@@ -45,8 +44,16 @@ from .model.microbatches import (
 )
 from .ops import handlers
 from .ops.commit_ops import publish
-from .reporting.operation_times import Timelines
-from .reporting.step_reports import (
+from .runtime import Runtime, Step
+from .setup.calibration import Calibration
+from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
+from .setup.model_values import HeldModel, edits_text, newest_values, state_dict, trained_values
+from .setup.preflight import Preflight
+from .setup.process_settings import on_host_by_default
+from .setup.starting_state import StartingState
+from .setup.step_planning import RunPlan
+from .step_reports import (
+    Timelines,
     Traffic,
     by_lane,
     count_tokens,
@@ -55,14 +62,6 @@ from .reporting.step_reports import (
     step_event,
     traffic,
 )
-from .runtime import Runtime, Step
-from .setup.calibration import Calibration
-from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
-from .setup.model_values import edits_text, newest_values, state_dict, trained_values
-from .setup.preflight import Preflight
-from .setup.process_settings import on_host_by_default
-from .setup.starting_state import StartingState
-from .setup.step_planning import RunPlan
 from .steps import StepMaker, StepRules
 from .text_sampling import ROWS, checked_rows, chooser, continued, last_logits
 

@@ -28,9 +28,8 @@ from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
 from .memory.expert_reader import ExpertReader
-from .memory.parameter_samples import ParameterSamples
 from .memory.parameter_shards import CopyPart
-from .memory.residency import Gradients, Residency
+from .memory.residency import Gradients, ParameterSamples, Residency
 from .mezo_engine import ZerothOrderState
 from .model.absent_parameters import AbsentParameters
 from .model.block_attributes import AttributeWatch

@@ -11,18 +11,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from ..schedule.build.transfer_parts import held_copies
 from ..schedule.mezo_schedule import STREAMS, catch_up
 from ..schedule.operations import Op
+from ..schedule.transfer_parts import held_copies
 from ..schedule.vertical import commit_only, forward_only
 from ..schedule.work import ClippingMode, StepShape, kept_blocks
-from .clipping_choice import DEFER, SPECULATE, ClippingChoice
 from .loss_scaling import LossScale, depends_on_shift, shares, target_tokens
 from .model.microbatches import Coroutine, OwnCall, autocast_state, casts, late_call
 from .offload_options import Clipping, Durability, Precision
-from .recomputation_choice import RecomputationChoice
 from .runtime import MicroBatch, Runtime, Step
 from .setup.step_planning import LISTS, RunPlan
+from .step_choices import DEFER, SPECULATE, ClippingChoice, RecomputationChoice
 
 
 @dataclass(frozen=True, kw_only=True)

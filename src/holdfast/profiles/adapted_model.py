@@ -78,6 +78,9 @@ class AdaptedModel:
     base: BaseFormat = BASES["bf16"]
     expert_slots: int = 0
     """Number of experts in memory at once, each read where a token is routed to it; 0 if blocks have all of theirs."""
+    resident_parameters = table_parameters = 0
+    """Nothing is trained outside of the blocks, so no embedding is streamed."""
+    tied = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -102,21 +105,6 @@ class AdaptedModel:
     def adapter_parameters(self) -> int:
         """The parameters of all adapters."""
         return self.blocks * self.trained_block_parameters
-
-    @property
-    def resident_parameters(self) -> int:
-        """The trained parameters outside of the blocks: there are none."""
-        return 0
-
-    @property
-    def tied(self) -> bool:
-        """False: no embedding that is streamed is also the head."""
-        return False
-
-    @property
-    def table_parameters(self) -> int:
-        """The parameters of an embedding that is planned to be streamed: there are none."""
-        return 0
 
     @property
     def parameters(self) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .build import gradient_parts, transfer_parts, update_parts
-from .build.step_builder import StepBuilder
+from . import gradient_parts, transfer_parts, update_parts
 from .operations import Key, Op
+from .step_builder import StepBuilder
 from .work import BlockPlacement, StepShape, Work
 
 

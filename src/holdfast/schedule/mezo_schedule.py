@@ -9,10 +9,9 @@ moments, and nothing is kept for a backward pass. Code that reads weights betwee
 
 from __future__ import annotations
 
-from . import operations
-from .build import transfer_parts, update_parts
-from .build.step_builder import PARAM_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from . import operations, transfer_parts, update_parts
 from .operations import Hold, Key, Op
+from .step_builder import PARAM_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 from .work import BlockPlacement, StepShape, Work
 
 STREAMS = 2

@@ -79,11 +79,6 @@ class Simulation:
         return max(self.machine.by_server(self.busy_seconds()).items(), key=lambda item: item[1])
 
     @property
-    def over_busiest(self) -> float:
-        """Seconds per step over those of the busiest lane: 1 is the roofline."""
-        return self.seconds_per_step / self.busiest()[1]
-
-    @property
     def speed_of_light(self) -> float:
         """Fraction of a step's time for which the busiest lane works: 1 if it never waits.
 

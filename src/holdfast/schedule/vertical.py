@@ -11,9 +11,9 @@ first. So the next step needs no information about them.
 
 from __future__ import annotations
 
-from .build import gradient_parts, transfer_parts, update_parts
-from .build.step_builder import StepBuilder
+from . import gradient_parts, transfer_parts, update_parts
 from .operations import Key, Op
+from .step_builder import StepBuilder
 from .work import BlockPlacement, StepShape, Work, grad_stays, input_stays, micro_batches
 
 

@@ -19,12 +19,13 @@ from holdfast.store.drive_links import data_paths
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours, timeline_of_name
 from holdfast.store.format.payload_files import read_shares
 from holdfast.store.log.segments import segments, streams
-from holdfast.store.partner_files import copied_files, copies_disk
 from holdfast.store.share_places import (
     OWN,
     Holdings,
     Place,
     Places,
+    copied_files,
+    copies_disk,
     payload_places,
     segment_places,
     streams_of_segments,

@@ -3,7 +3,7 @@
 It is a run directory that lacks the payload and the logs of other nodes' ranks: manifests, indexes, shares and timeline
 records are those of the whole run and the same on every node. A timeline's record also names the ``streams`` that this
 directory hosted in it, which tells whose files it holds. The first rank of the node writes what its ranks share.
-Besides, the directory holds the copies for another node (``partner_files``). Sizes are bytes.
+Besides, the directory holds the copies for another node (``share_places``). Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from holdfast.store.commit.retention import Need, needs
 from holdfast.store.disk import write_durably
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours, object_path
 from holdfast.store.joined_nodes import STREAMS, holdings_of
-from holdfast.store.partner_files import copies_disk, prune_copies, sweep_copies
 from holdfast.store.run_store import LocalStore
-from holdfast.store.share_places import Holdings
+from holdfast.store.share_places import Holdings, copies_disk, prune_copies, sweep_copies
 
 SMALL_FILES = ("timelines", "index", "commits")
 """The directories of files that every node has, in the order in which missing ones are written."""

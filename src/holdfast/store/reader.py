@@ -17,8 +17,7 @@ from typing import Any, Self, TypeVar
 from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store import verifying
-from holdfast.store.commit.retention import ancestry, is_begun, lineage, newest_tip
-from holdfast.store.commit.weights_files import copies_in, copy_path
+from holdfast.store.commit.retention import ancestry, copies_in, copy_path, is_begun, lineage, newest_tip
 from holdfast.store.disk import AnyDisk, Disk, reference_at
 from holdfast.store.format import payload_files
 from holdfast.store.format.file_names import Layout
@@ -33,7 +32,7 @@ from holdfast.store.format.manifest import (
 from holdfast.store.format.payload_ranges import read_atom
 from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.segments import timelines_of_segments
-from holdfast.store.remote.object_store import place_of, remote_disk
+from holdfast.store.object_store import place_of, remote_disk
 from holdfast.store.verifying import Report
 
 T = TypeVar("T")

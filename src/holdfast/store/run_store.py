@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePath
 from tempfile import NamedTemporaryFile
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast import failpoints
 from holdfast.errors import DiskFailed, HoldfastError, NoCommit, PoolExhausted, RunMismatch, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store import drive_links as drive_links
-from holdfast.store.commit.commit_writer import RankCommits
+from holdfast.store.commit.commit_writer import WrittenCommits
 from holdfast.store.commit.generations import Generations, remove_generations
 from holdfast.store.commit.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.commit.retention import Keep
@@ -35,15 +35,18 @@ from holdfast.store.lock import LOCK, HeldLock
 from holdfast.store.log.journal import Copying, JournalWriter, uncopied
 from holdfast.store.log.segments import segments, streams, stripe_paths, trim
 from holdfast.store.log.striping import Stripes
+from holdfast.store.object_store import place_of, remote_disk
 from holdfast.store.path_checks import check_place
 from holdfast.store.reader import RunReader, run_key_of
-from holdfast.store.remote.object_store import place_of, remote_disk
 from holdfast.store.scratch import Scratch
+
+if TYPE_CHECKING:
+    from holdfast.distributed import Ranks
 
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
 
-class LocalStore(RankCommits):
+class LocalStore(WrittenCommits):
     """A run directory, open for its one writer.
 
     A context manager. The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
@@ -421,17 +424,7 @@ class LocalStore(RankCommits):
                 directory.rmdir()
 
 
-class RankGroup(Protocol):
-    """The rank group, with the methods of ``Ranks`` that are needed here."""
-
-    rank: int
-
-    def is_mine(self, unit: str) -> bool: ...
-    def all_do(self, what: Callable[[], Any]) -> list[Any]: ...
-    def first_does(self, what: Callable[[], Any]) -> Any: ...
-
-
-def see_alike(store: LocalStore, ranks: RankGroup) -> None:
+def see_alike(store: LocalStore, ranks: Ranks) -> None:
     """Raise ``RunMismatch`` unless all ranks see the directory that the first rank has entered.
 
     Collective: every rank must call this.
@@ -448,7 +441,7 @@ def see_alike(store: LocalStore, ranks: RankGroup) -> None:
     ranks.all_do(see)
 
 
-def see_drives(drives: Mapping[str, Path], ranks: RankGroup) -> None:
+def see_drives(drives: Mapping[str, Path], ranks: Ranks) -> None:
     """Raise ``RunMismatch`` unless all ranks see each of ``drives`` as the first rank does.
 
     The first rank shows a file for a moment in the directory given for each drive: the drive's own, or the place
@@ -479,7 +472,7 @@ def see_drives(drives: Mapping[str, Path], ranks: RankGroup) -> None:
 
 
 def begin(
-    store: LocalStore, ranks: RankGroup, point: Point | None, about: Mapping[str, Any] | None = None
+    store: LocalStore, ranks: Ranks, point: Point | None, about: Mapping[str, Any] | None = None
 ) -> None:
     """Open the timeline that continues ``point`` on the first rank, and join it on the others.
 

@@ -2,7 +2,11 @@
 
 The drill sets ``HOLDFAST_DRILL`` to the folder of an attempt, which holds ``plan.json``. Every run directory that the
 script opens for training is then one below that folder, so that a drill writes to no run of the user. The invariant:
-the same path of a run leads to the same directory in every start with the same folder. Called where a run is opened.
+the same path of a run leads to the same directory in every start with the same folder.
+
+A command that starts scripts holds a lock in its folder, which the system drops with the command. A process that waits
+for what only the command would end asks from time to time whether it is there (``is_supervised``), so that it does not
+wait for ever. Called where a run is opened.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING
 from ..errors import BadInput
 from ..events import parsed
 from ..regular_files import home_path, load_json, read_regular
+from ..store.disk import Disk
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -116,3 +121,26 @@ def refuse_in_drill(what: str) -> None:
             f"{what} is not part of a drill, which would write to the real run. A drill follows scripts that train with"
             " holdfast.Checkpointer, its trainers' callbacks, or holdfast.offload."
         )
+
+
+NAME = "supervisor"
+"""The file in the folder of the command that it holds a lock of."""
+
+
+class Supervisor:
+    """A command's claim on its ``folder``, for as long as this object is open. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def is_supervised(folder: Path) -> bool:
+    """Return whether the command that made ``folder`` still runs."""
+    return Disk(folder).is_locked(NAME)

@@ -21,7 +21,7 @@ from ..distributed import Ranks
 from ..errors import BadInput, RunLocked
 from ..store.disk import Disk
 from ..store.lock import lock_of
-from .supervisor import is_supervised
+from .attempt import is_supervised
 
 VARIABLE = "HOLDFAST_STANDBY"
 WAITING, OPENED = "waiting", "opened"

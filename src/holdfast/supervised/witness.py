@@ -18,9 +18,8 @@ from typing import Any
 
 import xxhash
 
-from .attempt import Attempt
+from .attempt import Attempt, is_supervised
 from .script_values import script_values
-from .supervisor import is_supervised
 
 BEGUN, STEP = "begun", "step"
 """The two kinds of lines: a run was opened, with the steps done, and a step was done."""

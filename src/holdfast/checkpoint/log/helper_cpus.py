@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ...distributed import Ranks
 from ...errors import BadInput
-from ...io.cpu_affinity import allowed_cpus, used_cpus
+from ...io.threads import allowed_cpus, used_cpus
 
 HelperCpus = Sequence[int] | Literal["auto"] | None
 """The numbers of CPUs, "auto" to have spare ones found, or None to leave threads where they are."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 import weakref
@@ -24,7 +23,8 @@ from holdfast import failpoints
 
 from ...accelerators import use_device
 from ...errors import BadInput, WriterHung
-from ...io.cpu_affinity import use_cpus
+from ...events import tell
+from ...io.threads import use_cpus
 from ...optim.torch_threads import keep_torch_threads, one_torch_thread
 from ...quantities import PAGE
 from ...store.log.journal import JournalWriter, Record
@@ -320,10 +320,9 @@ class Recorder:
         except Exception as error:
             why = str(error)
         if self.durable_step < self.last_put:
-            print(
-                f"holdfast: the script ended without close(), and of its steps to {self.last_put} those after"
-                f" {self.durable_step} are not durable: {why}",
-                file=sys.stderr,
+            tell(
+                f"the script ended without close(), and of its steps to {self.last_put} those after"
+                f" {self.durable_step} are not durable: {why}"
             )
 
     def _want(self, step: int) -> None:

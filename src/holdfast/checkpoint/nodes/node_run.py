@@ -26,13 +26,13 @@ from typing import Any
 from ...distributed import Ranks, stream_of
 from ...errors import BadInput, Damaged, DiskFailed, RunLocked, RunMismatch
 from ...quantities import shown
+from ...store.copying import blocks_of
 from ...store.format.manifest import CommitRef, Manifest, Point, RankShare, Timeline, object_path
 from ...store.joined_nodes import STREAMS
 from ...store.log.chain import chain_of, last_step, read_journal
 from ...store.node_store import NodeStore, is_mine_of
+from ...store.object_store import ObjectDisk, Url
 from ...store.reader import RunReader
-from ...store.remote.copying import blocks_of
-from ...store.remote.object_store import ObjectDisk, Url
 from ...store.run_store import LocalStore
 from ...store.share_places import (
     OWN,
@@ -49,9 +49,8 @@ from ...store.share_places import (
 )
 from ..log.recorder import BOUND
 from .local_disks import LocalDisks, NodeLayout, node_here
-from .partner_copy import PartnerCopy, PeerServer
 from .peer_channel import PeerChannel
-from .peer_disk import PeerDisk, asking
+from .peer_disk import PartnerCopy, PeerDisk, PeerServer, asking
 from .publication import Publication
 
 

@@ -24,7 +24,7 @@ from ...state.encoding import joined, joined_members
 from ...state.live_state import LiveState
 from ...store.format.manifest import CommitRef, Manifest, Point
 from ...store.log.segments import streams
-from ...store.remote.object_store import Url
+from ...store.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
 from ..numerics import needs_threads, recorded_settings, settings_warnings

@@ -43,6 +43,9 @@ REPLICA_IN = "replica_in"
 MARKS = ("run", "cut")
 """The keys that a kept state adds to its progress."""
 
+COPY = "copy"
+"""The ``cut`` of a kept state that no replica left: the trainer copied its whole state into memory itself."""
+
 
 @dataclass(frozen=True)
 class ForkPoint:
@@ -131,9 +134,9 @@ def newest_of(places: Iterable[Path], store: LocalStore) -> int:
 
 
 def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
-    """Raise ``BadInput`` if a replica of ``run`` kept a newer step than ``step``, which the disk has.
+    """Raise ``BadInput`` if memory has a newer step of ``run`` than ``step``, which the disk has.
 
-    For trainers without a replica, which would abandon that step.
+    For trainers that cannot continue from there, and would abandon that step.
     """
     timelines, key = store.timelines()[0], store.run_key()
     told = {record.writer.get(REPLICA_IN) for record in timelines.values()}
@@ -146,8 +149,8 @@ def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
     )
     if last > step:
         raise BadInput(
-            f"{run}: a replica kept step {last} in memory, and step {step} is on the disk."
-            f" Resume with replica= as before to have it, or call resume(step={step}) to go on without it."
+            f'{run}: a replica, or every="auto", kept step {last} in memory, and step {step} is on the disk. Resume as'
+            f" before to have it, with replica= or in one process, or call resume(step={step}) to go on without it."
         )
 
 

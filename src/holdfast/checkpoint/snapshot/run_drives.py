@@ -19,11 +19,11 @@ from typing import Any
 from ...distributed import Ranks
 from ...errors import BadInput
 from ...events import tell
-from ...io.cpu_affinity import use_cpus
 from ...io.queue import DriveQueues, IOQueue
-from ...measure.drive_rates import device_of, nearest, rate_of, spread, warn_of_one_file_system
-from ...store.disk import AnyDisk, Disk
-from ...store.drive_links import HOME, RECORD, Drive, directories_for, folders, record_of, refuse_no_list
+from ...io.threads import use_cpus
+from ...measure.drive_rates import measured_drives, nearest, spread
+from ...store.disk import Disk
+from ...store.drive_links import RECORD, Drive, directories_for, folders, refuse_no_list
 from ...store.log.striping import Stripes
 from ...store.run_store import LocalStore, see_drives
 
@@ -41,7 +41,10 @@ class RunDrives:
         Collective: every rank must call this. Raises ``BadInput`` or ``RunMismatch`` for a drive that cannot be used,
         with nothing written.
         """
-        self.all = self._ranks.first_does(lambda: self._found(store.disk))
+        no_limits = None, None, None
+        self.all, _ = self._ranks.first_does(
+            lambda: measured_drives(store.disk, self._given, no_limits, tell)
+        )
         if not self.all:
             return
         if not self._ranks.alone:
@@ -62,21 +65,6 @@ class RunDrives:
     def _take(self, store: LocalStore) -> None:
         if self.all or len(folders(store.disk)) > 1 or store.disk.exists(RECORD):
             store.take_drives(self.all)
-
-    def _found(self, disk: AnyDisk) -> tuple[Drive, ...]:
-        if not self._given:
-            return ()
-        wanted = {HOME: str(disk.root), **directories_for(disk, self._given)}
-        known = record_of(disk)
-        if {drive.folder: drive.directory for drive in known} == wanted:
-            return known
-        warn_of_one_file_system(wanted.values(), device_of)
-        tell(f"measuring {len(wanted)} drives for a few seconds, once")
-        rates = [int(rate_of(Path(directory), (None, None, None))) for directory in wanted.values()]
-        return tuple(
-            Drive(folder, directory, rate, rate / sum(rates))
-            for (folder, directory), rate in zip(wanted.items(), rates, strict=True)
-        )
 
     def _folders_for(self, sizes: Sequence[int]) -> list[str]:
         """Return the folders of this rank's chunks of ``sizes``. Other ranks are taken to have chunks as large."""

@@ -6,8 +6,8 @@ a *gap*, which ends with a snapshot. Training waits for that snapshot (``"block"
 training with records again from its beginning (``"skip"``, unless that has failed once).
 
 The ``StepCadence`` may leave records out altogether. Then each snapshot is copied whole at the end of one step, and the
-steps between are not kept. Where records begin again, they follow such a snapshot. Sizes are bytes. Called by the
-training thread; a snapshot is published by the recorder's.
+steps between are not kept, or some of them in memory (``MemoryCopies``). Where records begin again, they follow such a
+snapshot. Sizes are bytes. Called by the training thread; a snapshot is published by the recorder's.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from functools import partial
 from typing import Any
 
 from ...distributed import Ranks
+from ...errors import HoldfastError
 from ...events import tell
 from ...quantities import PAGE, format_bytes
 from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
 from ...schedule.interval.step_cadence import CadenceChoice, StepCadence, choose
-from ...schedule.interval.tuner import FIRST_STEPS, Tuner, prior
+from ...schedule.interval.tuner import FIRST_STEPS, MEAN_SECONDS_BETWEEN_FAILURES, Tuner, prior
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
 from ..collective_snapshots import LEAST_STORAGE, CollectiveSnapshot, left_bytes
 from ..log.recorder import Recorder, RecorderTask
 from ..recovery.recovery_progress import RecoveryProgress
+from .memory_copies import MemoryCopies
 from .snapshot_writer import SnapshotWriter
 
 POLICIES = ("block", "skip", "commit")
@@ -60,6 +62,10 @@ class SnapshotResources:
     """True if the script changes tensors after each step (``after_update``), frozen ones perhaps."""
     mean_seconds_between_failures: float | None = None
     """The time between failures that the user expects; None to estimate it from restarts."""
+    machine_seconds: float = MEAN_SECONDS_BETWEEN_FAILURES
+    """The time between failures that memory does not survive."""
+    why_no_copies: str = ""
+    """The reason why there can be no copies in memory."""
 
 
 class SnapshotScheduler:
@@ -72,6 +78,7 @@ class SnapshotScheduler:
         prefix: The prefix of this rank's chunks.
         together: The snapshots of several ranks, of which this rank makes its share; None for one process.
         cadence: Says whether steps get records.
+        copies: The copies in memory; None where there can be none.
     """
 
     def __init__(
@@ -87,8 +94,10 @@ class SnapshotScheduler:
         prefix: str = "",
         together: CollectiveSnapshot | None = None,
         cadence: StepCadence | None = None,
+        copies: MemoryCopies | None = None,
     ) -> None:
         self.cadence = cadence or StepCadence()
+        self._copies = copies
         self._store, self._state, self._recorder, self._means = store, state, recorder, means
         self._progress_now = progress if together is None else lambda: together.alike.marked(progress())
         self._emit, self._restarted = emit, restarted
@@ -183,6 +192,10 @@ class SnapshotScheduler:
             self._begin(step)
         if bases.under_way and not bases.all_staged:
             self._stage(step)
+        if self._copies is not None and self.cadence.is_copy_due(step):
+            self._copy_to_memory(self._copies, step)
+        elif self._copies is not None and not (self.cadence.copies or self.cadence.is_measuring):
+            self._copies.free(self._recorder.durable_step)
         self._stall = time.perf_counter() - started
         self._stall_of_base += self._stall
 
@@ -194,6 +207,25 @@ class SnapshotScheduler:
             self._copy_alike(self._together, step)
         elif not self.bases.under_way:
             self._begin(step, whole=True)
+
+    def _copy_to_memory(self, copies: MemoryCopies, step: int) -> None:
+        """Copy the state at ``step`` into memory. Where that fails, steps are kept in another way from here on."""
+        before = copies.nbytes
+        try:
+            copies.take(self._state, step, self._progress())
+            if copies.nbytes != before:
+                self._emit("copies", step=step, bytes=copies.nbytes, place=str(copies.place))
+        except (HoldfastError, OSError) as error:
+            self._copies = None
+            copies.close(self._recorder.durable_step)
+            self.cadence.leave_copies()
+            why = f'every="auto" continues without copies in memory: {error}'
+            self._emit(
+                "every", step=step, was=self.cadence.every, every=self.cadence.every, copies=0, why=why
+            )
+            tell(f"{self._store.root}: {why}")
+            if self.cadence.copies and self.tuner is not None:
+                self._choose(self.tuner, step)
 
     def _copy_alike(self, together: CollectiveSnapshot, step: int) -> None:
         """Copy all shares of a snapshot at the end of ``step``, since no records would bring others to one step.
@@ -408,20 +440,29 @@ class SnapshotScheduler:
         def chosen() -> CadenceChoice:
             rates = cadence.rates
             assert rates is not None
-            return choose(tuner.measured, tuner.limits, rates, cadence.every)
+            return choose(
+                tuner.measured,
+                tuner.limits,
+                rates,
+                cadence.every,
+                cadence.copies,
+                self._means.machine_seconds,
+            )
 
-        was, choice = cadence.every, chosen() if together is None else together.decide(chosen)
+        before, was = cadence.copies, cadence.every
+        choice = chosen() if together is None else together.decide(chosen)
         cadence.adopt(choice)
         self._emit("every", step=step, was=was, **choice.about, why=choice.describe())
         is_first = together is None or together.is_first
-        if is_first and (choice.every != was or not self._has_chosen):
-            tell(f"{self._store.root}: {choice.describe()}")
+        if is_first and ((choice.every, choice.copies) != (was, before) or not self._has_chosen):
+            why = self._means.why_no_copies
+            tell(f"{self._store.root}: {choice.describe()}{f' Not compared: {why}.' * bool(why)}")
         self._has_chosen = True
 
     def _stay_with_records(self, step: int) -> None:
         """Record every step from here on, because memory does not hold a copy of the state."""
         full, _ = self.bases.expected_bytes()
-        self.cadence = StepCadence()
+        self.cadence, self._copies = StepCadence(), None
         why = (
             f'every="auto" records every step, since a copy of the state ({format_bytes(full)}) is more than half of'
             f" memory=. Give at least {2 * full} bytes to have the choice."

@@ -449,44 +449,46 @@ def _engine_text(engine: Engine) -> str:
     )
 
 
-def _print_call(engine: Solution) -> None:
-    """Print the settings as arguments of ``holdfast.offload``: ``holdfast train`` makes no adapters."""
-    setting = engine.setting
-    method, placed = setting.method, [f"{name}_on_host={engine.fractions[name]:g}" for name in ON_HOST]
+def _settings(engine: Solution) -> dict[str, dict[str, str]]:
+    """Return the settings by section of the configuration, as TOML; what is the default is left out."""
+    setting, method = engine.setting, engine.setting.method
+    train = {
+        "micro_batches": f"{setting.micro_batches}",
+        "clip_norm": "0" if method.clipping == "none" else "1.0",
+    }
+    if method.clipping not in ("none", _usual_clipping(method.commit_every)):
+        train["clipping"] = f'"{method.clipping}"'
+    offload = {} if method.order == "plain" else {"order": f'"{method.order}"'}
     if method.delayed is None and setting.delayed_fraction:
-        placed.append(f"delayed_fraction={setting.delayed_fraction:g}")
+        offload["delayed_fraction"] = f"{setting.delayed_fraction:g}"
+    offload |= {f"{name}_on_host": f"{engine.fractions[name]:g}" for name in ON_HOST}
+    if method.streams_all:
+        offload["embedding_and_head"] = '"streamed"'
     if setting.model.routed.slots:
-        placed.append(f"expert_slots={setting.model.routed.slots}")
-    options = [] if setting.machine.device_shares_host else ['device="cuda"']
-    options.append(f"micro_batches={setting.micro_batches}")
-    if method.clipping in ("none", _usual_clipping(method.commit_every)):
-        options += [] if method.clipping == "none" else ["clipping=1.0"]
-    else:
-        options.append(f'clipping=holdfast.Clipping(1.0, "{method.clipping}")')
-    if method.order != "plain":
-        options.append(f'order="{method.order}"')
-    if method.commit_every != 1:
-        options.append(f"durability=holdfast.Durability(commit_every={method.commit_every})")
-    print(f"\n  holdfast.offload(\n      model, optimizer, run, {', '.join(options)},")
-    print(f"      placement=holdfast.Placement({', '.join(placed)}),\n  )")
+        offload["expert_slots"] = f"{setting.model.routed.slots}"
+    durability = {} if method.commit_every == 1 else {"every": f"{method.commit_every}"}
+    return {"train": train, "offload": offload, "durability": durability}
 
 
 def _print_settings(engine: Solution) -> None:
     """Print the settings for the configuration of ``holdfast train``, whose names ``holdfast.offload`` shares."""
-    print("\n  [train]")
-    print(f"  micro_batches = {engine.setting.micro_batches}")
-    method = engine.setting.method
-    print("  clip_norm = 0" if method.clipping == "none" else "  clip_norm = 1.0")
-    if method.clipping not in ("none", _usual_clipping(method.commit_every)):
-        print(f'  clipping = "{method.clipping}"')
-    print("\n  [offload]")
-    if method.order != "plain":
-        print(f'  order = "{method.order}"')
-    if method.delayed is None and engine.setting.delayed_fraction:
-        print(f"  delayed_fraction = {engine.setting.delayed_fraction:g}")
-    for name in ON_HOST:
-        print(f"  {name}_on_host = {engine.fractions[name]:g}")
-    if method.streams_all:
-        print('  embedding_and_head = "streamed"')
-    if engine.setting.method.commit_every != 1:
-        print(f"\n  [durability]\n  every = {engine.setting.method.commit_every}")
+    for section, values in _settings(engine).items():
+        if values:
+            print(f"\n  [{section}]", *(f"  {name} = {value}" for name, value in values.items()), sep="\n")
+
+
+def _print_call(engine: Solution) -> None:
+    """Print the settings of a model under adapters as arguments of ``holdfast.offload``."""
+    train, offload, durability = _settings(engine).values()
+    options = [] if engine.setting.machine.device_shares_host else ['device="cuda"']
+    options.append(f"micro_batches={train['micro_batches']}")
+    if "clipping" in train:
+        options.append(f"clipping=holdfast.Clipping(1.0, {train['clipping']})")
+    elif train["clip_norm"] != "0":
+        options.append("clipping=1.0")
+    if "order" in offload:
+        options.append(f"order={offload.pop('order')}")
+    if durability:
+        options.append(f"durability=holdfast.Durability(commit_every={durability['every']})")
+    print(f"\n  holdfast.offload(\n      model, optimizer, run, {', '.join(options)},")
+    print(f"      placement=holdfast.Placement({', '.join(map('='.join, offload.items()))}),\n  )")

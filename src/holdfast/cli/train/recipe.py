@@ -1,15 +1,19 @@
 """The recipe of ``holdfast train``: a model, its text, and how samples are stacked and shown.
 
-A recipe is the reference decoder on bytes, or the model in a Hugging Face folder on the tokens of its tokenizer.
+A recipe is the reference decoder on bytes, or the model in a Hugging Face folder on the tokens of its tokenizer. The
+model of a folder is trained itself, or adapters on it, as the sections ``[lora]`` and ``[quantization]`` say
+(``FolderBase``): the frozen model under adapters may be quantised by bitsandbytes here, or lie quantised in its folder.
+Nothing is written before all has been compared with the model.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +26,15 @@ from ...data.packing import packed_batch, takes_positions
 from ...data.tokens import Tokens, encoded
 from ...errors import BadInput, ConfigError
 from ...models.decoder import Decoder, DecoderConfig
-from ...models.keeping import ADAPTER, ADAPTER_CONFIG, MODEL, checked, keep, kept_folder
-from ...models.lora_adapters import refuse_adapter_folder
-from ...models.pretrained import Weights, refuse_other_formats
+from ...models.keeping import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL, checked, keep, kept_folder
+from ...models.lora_adapters import adapter_config, refuse_adapter_folder, set_magnitudes, with_adapters
+from ...models.pretrained import Weights, empty_model, refuse_other_formats
+from ...models.quantise_folder import is_made_of, quantise_folder, refuse_lack_of_bitsandbytes
 from ...models.tokenizer import Tokenizer
 from ...offload.model.blocks import empty_parameters
 from ...store.disk import Disk, write_durably
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
-from .folder_base import BASE, FolderBase
+from ..machine import launched
 from .kept_config import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
@@ -42,40 +47,6 @@ PROMPT_TOKENS = 12
 """The tokens of held-out text in a prompt, where the model has its own tokenizer."""
 
 
-class Recipe(Protocol):
-    """The model, its text and its samples.
-
-    ``model`` has its parameters on ``meta``; ``source`` has their values, or None if a fresh run initializes them.
-    ``prompt`` begins a sample, and ``prompt_ids`` are its tokens. ``choices`` is the number of different tokens.
-    """
-
-    model: nn.Module
-    source: Weights | None
-    corpus: Windowed
-    sample: dict[str, Tensor]
-    normalize: Literal["micro_batches", "tokens"]
-    choices: int
-    prompt: str
-    prompt_ids: list[int]
-
-    @property
-    def stack(self) -> Stack:
-        """A function that makes a micro-batch of samples."""
-        ...
-
-    def embeddings(self) -> set[int]:
-        """Return the identities of the parameters that hold a vector for each token."""
-        ...
-
-    def text_of(self, ids: Iterator[int]) -> Iterator[str]:
-        """Yield the text of token ids, piece by piece."""
-        ...
-
-    def keep(self) -> None:
-        """Store what a resume needs in the run's directory. Called when the run has its first commit."""
-        ...
-
-
 def recipe_of(config: Config, say: Callable[[str], None]) -> Recipe:
     """Return the recipe of a configuration. Raises ``BadInput``.
 
@@ -85,7 +56,12 @@ def recipe_of(config: Config, say: Callable[[str], None]) -> Recipe:
 
 
 class ByteRecipe:
-    """The reference decoder; a byte is a token."""
+    """The reference decoder; a byte is a token.
+
+    ``model`` has its parameters on ``meta``; ``source`` has their values, or None if a fresh run initializes them.
+    ``prompt`` begins a sample, and ``prompt_ids`` are its tokens. ``choices`` is the number of different tokens;
+    ``stack`` makes a micro-batch of samples.
+    """
 
     source: Weights | None = None
     normalize: Literal["micro_batches", "tokens"] = "micro_batches"
@@ -110,6 +86,7 @@ class ByteRecipe:
         self.sample = {"tokens": zeros, "targets": zeros}
 
     def embeddings(self) -> set[int]:
+        """Return the identities of the parameters that hold a vector for each token."""
         return {id(self._embedding)}
 
     def text_of(self, ids: Iterator[int]) -> Iterator[str]:
@@ -198,6 +175,7 @@ class FolderRecipe:
         yield self.tokenizer.decode(found)[written:]
 
     def keep(self) -> None:
+        """Store what a resume needs in the run's directory. Called when the run has its first commit."""
         source = kept_folder(self._run) or self._folder
         for directory in {self._run, self._state}:  # also beside the state, which is what `convert` reads
             if kept_folder(directory) is None:
@@ -206,6 +184,10 @@ class FolderRecipe:
                     disk.makedirs("")
                     write_durably(disk, ADAPTER_CONFIG, self._adapter_config, why="configuration of adapters")
                 keep(source, directory / MODEL)
+
+
+Recipe = ByteRecipe | FolderRecipe
+"""The model, its text and its samples."""
 
 
 def _held_out_fraction(config: Config) -> float:
@@ -261,3 +243,84 @@ def _refuse_unfit(config: Config, model: nn.Module, tokenizer: Tokenizer, vocabu
             f"model.context = {config.model.context}: the model in {path} has {longest} positions"
             " (max_position_embeddings). Lower it."
         )
+
+
+BASE = "base"
+"""The directory beside the state for the model that this run has quantised."""
+
+
+class FolderBase:
+    """The model in a folder, to be trained whole or under adapters."""
+
+    def __init__(self, config: Config, described: Path, base: Path) -> None:
+        """Build the model on ``meta``, and refuse settings that do not fit it.
+
+        Args:
+            config: The configuration.
+            described: The folder with the configuration of the model: that of ``model.path``, or the run's copy of it.
+            base: The directory for a model that is quantised here.
+
+        Raises:
+            ConfigError: A setting of [lora] or [quantization] does not fit the model.
+            ModelNotSupported: The model cannot be trained, or not whole.
+        """
+        self._config, self._base, self._folder = config, base, Path(config.model.path)
+        self._packed = _is_quantised(described)
+        if self._packed and config.lora.are_wanted:
+            described = checked(self._folder)  # the headers of its files have the shapes of packed weights
+        self.model: nn.Module = empty_model(described, quantised=config.lora.are_wanted)
+        self._refuse_unfit()
+        self._weights = Weights(self._folder, self.model)  # read by a run without a commit
+        self._adapted: Any = None
+        if config.lora.are_wanted:
+            self._adapted = with_adapters(self.model, config.lora, self._folder)
+
+    def trained(self, *, begins: bool, say: Callable[[str], None]) -> tuple[nn.Module, Weights]:
+        """Return the model that is trained, and the weights that it begins with.
+
+        Args:
+            begins: Whether the run has no commit yet.
+            say: Called with a line before something that takes long.
+        """
+        config, folder = self._config, self._folder
+        if config.quantization.is_wanted:
+            # a begun run keeps its base: its commits refer to it, and the folder may be gone
+            if not (self._base / CONFIG).is_file() or (
+                begins and not is_made_of(self._base, checked(folder), config.quantization)
+            ):
+                say(f"quantising {folder} to {config.quantization.bits} bits")
+                quantise_folder(checked(folder), self._base, config.quantization)
+            packed = empty_model(self._base, quantised=True)
+            self._weights = Weights(self._base, packed, reference=launched()[1] == 1)
+            self._adapted = with_adapters(packed, config.lora, folder)
+        elif config.lora.dora and begins:
+            set_magnitudes(self._adapted, self._weights)
+        return self.model if self._adapted is None else self._adapted, self._weights
+
+    def adapter_config(self) -> bytes:
+        """Return the ``adapter_config.json`` of the adapters; empty if there are none."""
+        return b"" if self._adapted is None else adapter_config(self._adapted, self._folder)
+
+    def _refuse_unfit(self) -> None:
+        lora, quantization = self._config.lora, self._config.quantization
+        if quantization.is_wanted and self._packed:
+            raise ConfigError(
+                f"quantization.bits = {quantization.bits}: the weights in {self._folder} are quantised already. Leave"
+                " [quantization] out."
+            )
+        if lora.dora and (self._packed or quantization.is_wanted):
+            raise ConfigError(
+                "lora.dora = true: its magnitudes begin with the norms of the weights, which are packed in a quantised"
+                " base. Train LoRA on it, or DoRA on the folder that it was made from."
+            )
+        if quantization.is_wanted:
+            refuse_lack_of_bitsandbytes(quantization)
+
+
+def _is_quantised(folder: Path) -> bool:
+    """Return whether the weights in ``folder`` are quantised, as far as its configuration can be read."""
+    try:
+        told = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False  # which building the model reports
+    return isinstance(told, dict) and bool(told.get("quantization_config"))

@@ -13,7 +13,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...config import LogConfig
 from ...errors import Damaged
@@ -21,16 +21,6 @@ from ...events import read_events
 from ...libraries import library
 
 EXTRA = "pip install 'holdfast[logging]'"
-
-
-class _Logger(Protocol):
-    name: str
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point at ``step`` to each curve of ``values``."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class StepLoggers:
@@ -113,6 +103,7 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point at ``step`` to each curve of ``values``."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()  # a step that was committed is not done again, so its point must not be lost
@@ -154,6 +145,9 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+_Logger = _TensorBoard | _WeightsAndBiases
 
 
 def _forbid_reports() -> None:

@@ -43,8 +43,6 @@ from ...supervised.attempt import in_drill, training_directory
 from ..machine import choose_device, choose_dtype, launched
 from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
-from .best_weights import BEST, drop_later_weights, keep_weights
-from .early_stopping import Validations, kept_losses
 from .engine_build import make_engine
 from .kept_config import (
     changes_to_run,
@@ -61,6 +59,7 @@ from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .row_packing import loader_of, with_possible_packing, with_verified_packing
 from .sizing import Wish, may_change, shared_out, sized
 from .step_loggers import StepLoggers, refuse_missing_loggers
+from .validations import BEST, Validations, drop_later_weights, keep_weights, kept_losses
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""

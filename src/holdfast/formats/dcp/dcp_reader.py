@@ -21,8 +21,7 @@ from ..entry_keys import PROGRESS, name_all
 from ..fragment_reads import NUM_LOCKS, WithNumbers, looking_at
 from ..source import SourceTensor, StoredArray
 from ..state_dict_progress import add_or_tell, progress_of, state_dict_of
-from ..torch_archive.archives import Archive
-from ..torch_archive.pickled_json import Plain, bytes_of
+from ..torch_archive.archives import Archive, Plain, bytes_of
 from ..torch_archive.pickles import Tensor
 from .dcp_metadata import METADATA, Claims, DcpEntry, Shards
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...errors import Damaged, HoldfastError
 from ..source import Source
-from .deepspeed_folder import is_deepspeed, is_universal, tag_folder
+from .deepspeed_contents import is_deepspeed, is_universal, tag_folder
 from .deepspeed_writer import write_deepspeed
 from .native_checkpoint import NativeCheckpoint
 from .universal_checkpoint import UniversalCheckpoint

@@ -23,7 +23,7 @@ from ...errors import BadInput
 from ...state.encoding import decode
 from ...state.tensor_entries import RESIDUAL, TensorEntry
 from ...store.disk import Disk, alone_in, write_durably
-from ..entry_matching import groups_of
+from ..entry_matching import Group, groups_of
 from ..load import checks, in_threads
 from ..source import Source, SourceTensor, StoredArray, places_of
 from ..torch_archive.archive_writer import CHUNK, Size, Streamed, save_torch, streamed
@@ -32,8 +32,6 @@ STAGES = (1, 2, 3)
 VERSION = "0.19.8"
 """The version of DeepSpeed that defines the format."""
 ADAM = {"param", "exp_avg", "exp_avg_sq", "step"}
-Group = tuple[dict[str, Any], list[str]]
-"""The hyper-parameters of an optimizer group, and the names of its parameters."""
 Slots = dict[str, dict[str, SourceTensor]]
 """Tensor entries by name and slot."""
 _MARK = ".holdfast-conversion-"

@@ -15,20 +15,23 @@ from ...state.tensor_entries import DTYPE_BYTES
 from ..fragment_reads import WithNumbers
 from ..load import read_flat, tensor_of
 from ..torch_archive.pickles import PickledObject
-from . import zero3, zero12
-from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
-from .deepspeed_names import (
+from .deepspeed_contents import (
+    Folder,
     ModelStates,
     Names,
     add_parameter,
     beside,
     check_models,
+    check_ranks,
+    files_of,
+    need,
+    opened,
     others_of,
     progress_of,
     writer_of,
 )
-from .local_tensors import LocalParameter, Rank, shapes_of
-from .tensor_parallel import Info, PlacedParameter
+from .local_tensors import Info, LocalParameter, PlacedParameter, Rank, shapes_of
+from .zero_partitions import flat_groups, single_parameters
 
 _SAME = (
     "param_groups",
@@ -55,11 +58,9 @@ class NativeCheckpoint(WithNumbers):
         folder = files_of(path)
         models, ranks = _files(folder)
         super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks[0])}")
-        zero = zero3 if folder.partitioned else zero12
+        read = single_parameters if folder.partitioned else flat_groups
         trained = [
-            zero.locals_of(
-                self, shapes_of(need(m[0].content, "param_shapes", m[0].archive.path), m[0].archive.path), r
-            )
+            read(self, shapes_of(need(m[0].content, "param_shapes", m[0].archive.path), m[0].archive.path), r)
             for m, r in zip(models, ranks, strict=True)
         ]
         others = [
@@ -141,7 +142,7 @@ class NativeCheckpoint(WithNumbers):
         tensor, master = model.module[key], self.atoms[f"{name}/param"]
         dtype = FROM_NAME[tensor.storage.dtype]
         data = bytearray(DTYPE_BYTES[tensor.storage.dtype])
-        self.read(model.part(self, tensor), tensor.offset * len(data), memoryview(data))
+        self.read(model.archive.part_in(self, tensor.storage), tensor.offset * len(data), memoryview(data))
         first = tensor_of(read_flat(self, master, 0, 1), master.atom.dtype)
         return torch.equal(first.to(dtype), torch.frombuffer(data, dtype=dtype))
 

@@ -19,19 +19,22 @@ from ..fragment_reads import WithNumbers
 from ..source import SourceTensor
 from ..torch_archive.archives import Archive, piece_of
 from ..torch_archive.pickles import Tensor
-from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
-from .deepspeed_names import (
+from .deepspeed_contents import (
+    Folder,
     ModelStates,
     Names,
     add_parameter,
     beside,
     check_models,
+    check_ranks,
+    files_of,
+    need,
+    opened,
     others_of,
     progress_of,
     writer_of,
 )
-from .local_tensors import Shape, shapes_of
-from .tensor_parallel import Info
+from .local_tensors import Info, Shape, shapes_of
 
 _SLOTS = {"fp32": "param"}
 
@@ -95,9 +98,9 @@ class UniversalCheckpoint(WithNumbers):
             raise Damaged(f"{archive.path} has no tensor", path=str(archive.path))
         atom = TensorEntry(name, slot, shape, tensor.storage.dtype)
         if tensor.shape == (prod(shape),) and tensor.strides == (1,):
-            piece = dense(Region.whole(shape), self.add_part(archive.part(tensor.storage)), tensor.offset)
+            piece = dense(Region.whole(shape), archive.part_in(self, tensor.storage), tensor.offset)
         elif tensor.shape == shape:
-            piece = piece_of(tensor, self.add_part(archive.part(tensor.storage)))
+            piece = piece_of(tensor, archive.part_in(self, tensor.storage))
         else:
             raise Damaged(
                 f"{archive.path} is {list(tensor.shape)}, and the model states say {list(shape)}",
@@ -107,7 +110,7 @@ class UniversalCheckpoint(WithNumbers):
 
     def _add_step(self, archive: Archive, step: Any, name: str) -> None:
         if isinstance(step, Tensor) and prod(step.shape) == 1:
-            dtype, part, offset = step.storage.dtype, self.add_part(archive.part(step.storage)), step.offset
+            dtype, part, offset = step.storage.dtype, archive.part_in(self, step.storage), step.offset
         elif isinstance(step, int | float):
             dtype, part, offset = "F32", self.add_number(step), 0
         else:

@@ -1,4 +1,4 @@
-"""The readers of Megatron's distributed checkpoints (``torch_dist``, ``fsdp_dtensor``), in place."""
+"""The readers of Megatron's distributed checkpoints (``torch_dist``, ``megatron_reader``), in place."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ...errors import Damaged, HoldfastError
 from ..source import Source
-from .fsdp_dtensor import FsdpDtensor, is_fsdp_dtensor
-from .megatron_folder import folder_of, is_megatron, newest_of
-from .megatron_reader import TorchDist
+from .megatron_contents import folder_of, is_megatron, newest_of
+from .megatron_reader import FsdpDtensor, TorchDist, is_fsdp_dtensor
 
 __all__ = ["is_megatron", "open_megatron"]
 

@@ -7,15 +7,13 @@ from pathlib import Path, PurePath
 
 from ...errors import BadInput
 from ..dcp.dcp_reader import DcpFolder, is_dcp
-from ..dcp.dcp_safetensors import ShardedSafetensors, is_sharded
 from ..deepspeed import is_deepspeed, open_deepspeed
 from ..fragment_reads import looking_at
 from ..megatron import is_megatron, open_megatron
 from ..source import Source
-from .accelerate_folder import is_accelerate, open_accelerate
-from .rank_files import RankFiles, is_rank_files
+from .rank_files import RankFiles, is_accelerate, is_rank_files, open_accelerate
 from .ruled_folder import RuledFolder, is_ruled
-from .safetensors_files import is_safetensors
+from .safetensors_files import ShardedSafetensors, is_safetensors, is_sharded
 from .torch_save import is_saved
 from .trainer_folder import open_saved, open_weights
 

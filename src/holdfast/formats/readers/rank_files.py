@@ -1,9 +1,10 @@
-"""Reader of folders in which each rank saved its own part with ``torch.save``, as distributed tensors.
+"""Readers of what the ranks of an FSDP run saved: a file of each rank by ``torch.save``, or folders of DCP.
 
-accelerate writes them without ``torch.distributed.checkpoint`` (``pytorch_model_fsdp_0_rank3.bin``,
+accelerate writes files of ranks without ``torch.distributed.checkpoint`` (``pytorch_model_fsdp_0_rank3.bin``,
 ``optimizer_0_rank3.bin``), verl and SkyRL always (``model_world_size_8_rank_3.pt``, ``optim_...``).
 Each distributed tensor records its mesh and its placements, so the region that a file holds is known. All ranks must
 have the same keys, equal values and equal copies of what they replicate; a file must be of the rank that its name says.
+With DCP, accelerate and its Trainer save a folder for the model and one for the optimizer, which are one state here.
 Opened by ``formats.readers``.
 """
 
@@ -16,12 +17,16 @@ from typing import Any
 
 from ...errors import BadInput, Damaged, FileMissing
 from ...quantities import counted
+from ..dcp.dcp_metadata import METADATA
+from ..dcp.dcp_reader import DcpFolder
 from ..entry_keys import Path as Way
+from ..source import Source
 from ..state_dict_progress import SMALL_BYTES, STEPS
-from ..torch_archive.archives import Archive
+from ..torch_archive.archives import Archive, Plain
 from ..torch_archive.distributed_tensors import LocalTensor, Meshes
-from ..torch_archive.pickled_json import Plain
+from .safetensors_files import unread_in
 from .torch_save import TorchSave, is_tensor, leaves_of, local_of
+from .trainer_folder import STATE, trainer_state
 
 MODEL, OPTIMIZER, EXTRA_STATE = "model", "optimizer", "extra_state"
 _NUMBER = r"(0|[1-9]\d{0,6})"
@@ -238,3 +243,29 @@ def _extra_states(files: dict[int, Path]) -> dict[tuple[str, ...], Any]:
         else:
             found[EXTRA_STATE, name] = every
     return found
+
+
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+
+
+def is_accelerate(path: Path) -> bool:
+    """Return whether ``path`` has the folder of a model that accelerate saved by ranks."""
+    return (path / MODEL_FOLDER / METADATA).is_file()
+
+
+def open_accelerate(path: Path) -> Source:
+    """Open the model in ``path``, and the optimizer if there is one.
+
+    Raises ``Damaged`` as ``DcpFolder``, or if the Trainer's state has no step.
+    """
+    if not (path / OPTIMIZER_FOLDER).is_dir():
+        source = DcpFolder(path, path / MODEL_FOLDER)
+        source.unread = unread_in(path)
+        return source
+    source = DcpFolder(path, path / MODEL_FOLDER, path / OPTIMIZER_FOLDER)
+    for way, value in schedule_of(path).items():
+        source.progress[".".join(way)] = value
+    if (path / STATE).is_file():
+        source.progress["step"] = trainer_state(path)["global_step"]
+    source.writer = f"accelerate, {source.writer}"
+    return source

@@ -16,10 +16,9 @@ from ...state.rules.rule_language import Rules, numbers_of
 from ...state.rules.rule_matching import StoredTensor
 from ..fragment_reads import ReadFiles
 from ..rules_source import add_to
-from ..torch_archive.archives import Archive, check_inside
+from ..torch_archive.archives import Archive, Plain, check_inside
 from ..torch_archive.distributed_tensors import is_distributed
-from ..torch_archive.pickled_json import Plain
-from ..torch_archive.pickles import PickledObject, Storage, Tensor
+from ..torch_archive.pickles import PickledObject, Tensor
 from .safetensors_files import parts_of
 
 RULES, CONFIG = "rules.toml", "config.json"
@@ -45,7 +44,6 @@ class RuledFolder(ReadFiles):
         except ValueError as error:
             raise BadInput(f"{path}: its {RULES} or {CONFIG} cannot be read: {error}") from None
         rules = Rules.parse(text, str(path / RULES), values)
-        self._numbers: dict[tuple[Path, str], int] = {}
         self._rest: dict[str, dict[str, Any]] = {}
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
         places = [rules.place_of_file(file.relative_to(path).as_posix()) for file in files]
@@ -65,7 +63,7 @@ class RuledFolder(ReadFiles):
         plain = Plain(archive)
         for name, value in _leaves(archive.content, ""):
             if isinstance(value, Tensor):
-                part = self._part(path, archive, value.storage)
+                part = archive.part_in(self, value.storage)
                 check_inside(name, value, self.parts[part])
                 yield StoredTensor(
                     part,
@@ -80,12 +78,6 @@ class RuledFolder(ReadFiles):
                 rest[name] = plain(value, name)
         if rest:
             self._rest[path.relative_to(self.path).as_posix()] = rest
-
-    def _part(self, path: Path, archive: Archive, storage: Storage) -> int:
-        key = path, storage.key
-        if key not in self._numbers:
-            self._numbers[key] = self.add_part(archive.part(storage))
-        return self._numbers[key]
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

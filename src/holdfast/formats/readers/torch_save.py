@@ -21,9 +21,8 @@ from ..entry_keys import ShapeAndType, TensorRoles, name_all, state_of
 from ..fragment_reads import ReadFiles
 from ..source import SourceTensor
 from ..state_dict_progress import SMALL_BYTES, add_or_tell, check_progress, progress_of, state_dict_of
-from ..torch_archive.archives import Archive, check_inside, piece_of
+from ..torch_archive.archives import Archive, Plain, check_inside, piece_of
 from ..torch_archive.distributed_tensors import LocalTensor, Meshes, is_distributed, local_tensor
-from ..torch_archive.pickled_json import Plain
 from ..torch_archive.pickles import Tensor
 from .safetensors_files import files_of, unread_in
 
@@ -63,7 +62,6 @@ class TorchSave(ReadFiles):
         self.writer = self.FORMAT
         self.unread = unread_in(path)
         self._held: dict[str, list[Held]] = {}
-        self._numbers: dict[tuple[str, str, str], int] = {}
         with state_dict_of(str(path)):
             self._take(*self._flattened(path))
 
@@ -137,7 +135,7 @@ class TorchSave(ReadFiles):
         regions: defaultdict[str, list[Fragments]] = defaultdict(list)
         rank = len(atom.shape)
         for archive, local in held:
-            number = self._number_of(archive, local.tensor)
+            number = archive.part_in(self, local.tensor.storage)
             check_inside(atom.key, local.tensor, self.parts[number])
             if local.held.elements:
                 pieces = Fragments.of([piece_of(local.tensor, number)], rank)
@@ -154,13 +152,6 @@ class TorchSave(ReadFiles):
             joined((), rank)
         ]
         return SourceTensor(atom, first, tuple(others))
-
-    def _number_of(self, archive: Archive, tensor: Tensor) -> int:
-        """Return the number of the part that ``tensor`` is in; a storage is one part."""
-        place = str(archive.path), tensor.storage.key, tensor.storage.dtype
-        if place not in self._numbers:
-            self._numbers[place] = self.add_part(archive.part(tensor.storage))
-        return self._numbers[place]
 
 
 def is_tensor(value: Any) -> bool:

@@ -26,8 +26,7 @@ from ..entry_keys import ShapeAndType, name_all
 from ..fragment_reads import ReadFiles
 from ..source import Source, SourceTensor
 from ..state_dict_progress import SMALL_BYTES, check_progress, check_random, progress_of, state_dict_of
-from ..torch_archive.archives import Archive, check_inside, piece_of
-from ..torch_archive.pickled_json import Plain, array_of_pickle, bytes_of
+from ..torch_archive.archives import Archive, Plain, array_of_pickle, bytes_of, check_inside, piece_of
 from ..torch_archive.pickles import Tensor
 from .safetensors_files import SafetensorsFiles
 from .torch_save import QUANTISED, TorchSave, leaves_of
@@ -165,12 +164,9 @@ def _add_optimizer(source: ReadFiles, archive: Archive, saved: dict[str, Any], s
         ways["scheduler"], values["scheduler"] = ("scheduler",), schedule
     kinds = {key: ShapeAndType(tensor.shape, tensor.storage.dtype) for key, tensor in held.items()}
     named = name_all(weights | kinds, ways, values, source.path)
-    numbers: dict[str, int] = {}
     for key, tensor in held.items():
         name, slot = named.tensors[key]
-        if tensor.storage.key not in numbers:
-            numbers[tensor.storage.key] = source.add_part(archive.part(tensor.storage))
-        number = numbers[tensor.storage.key]
+        number = archive.part_in(source, tensor.storage)
         check_inside(key, tensor, source.parts[number])
         pieces = Fragments.of([piece_of(tensor, number)], len(tensor.shape))
         source.add(SourceTensor(TensorEntry(name, slot, *kinds[key]), pieces))

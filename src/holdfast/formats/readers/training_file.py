@@ -23,8 +23,8 @@ from ...errors import BadInput
 from ...state.encoding import decode
 from ...state.tensor_entries import CARRIED
 from ...store.disk import Disk
-from ..entry_keys import EXTRA, with_lists
-from ..entry_matching import groups_of
+from ..entry_keys import EXTRA, nested
+from ..entry_matching import groups_by_optimizer
 from ..source import Source, SourceTensor
 from ..torch_archive.archive_writer import Streamed, save_torch_durably, streamed
 
@@ -33,9 +33,6 @@ MODEL, OPTIMIZER, OPTIMIZERS, STEP, RANDOM = "model", "optimizer", "optimizers",
 """Keys of the file. Other values of a script have their own keys."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 """Types that ``torch.load(weights_only=True)`` accepts, beside tensors and containers."""
-
-Group = tuple[dict[str, Any], list[str]]
-"""The hyper-parameters of a parameter group, and the names of its parameters."""
 
 
 def write_torch(source: Source, path: Path, *, report: Callable[[int], None] = lambda nbytes: None) -> Path:
@@ -93,14 +90,14 @@ def _beside(source: Source) -> Iterator[tuple[str, Any]]:
         if progress.get(key):
             yield key, progress[key]
     extra = {key: value for key, value in progress.get("extra", {}).items() if key != STEP}
-    yield from (_put_together(extra) if _was_flattened(source) else extra).items()
+    yield from (nested(extra) if _was_flattened(source) else extra).items()
 
 
 def _optimizers(source: Source, tensor: Callable[[SourceTensor], Streamed]) -> list[dict[str, Any]]:
     """Return a state dict of each optimizer, in torch's numbered form."""
     state = _state(source, tensor)
     found = []
-    for groups in _groups(source):
+    for groups in groups_by_optimizer(source.progress):
         numbers: dict[str, int] = {}
         for name in (name for _, names in groups for name in names):
             numbers.setdefault(source.aliases.get(name, name), len(numbers))
@@ -118,18 +115,6 @@ def _optimizers(source: Source, tensor: Callable[[SourceTensor], Streamed]) -> l
             " safetensors."
         )
     return found
-
-
-def _groups(source: Source) -> list[list[Group]]:
-    """Return the parameter groups of each optimizer."""
-    progress = source.progress
-    if (
-        "group_parameters" not in progress and "replay" in progress
-    ):  # written by a Checkpointer: groups by optimizer
-        pairs = zip(progress["groups"], progress["replay"]["parameters"], strict=True)
-        return [list(zip(*each, strict=True)) for each in pairs]
-    groups = groups_of(progress)
-    return [groups] if groups else []
 
 
 def _state(source: Source, tensor: Callable[[SourceTensor], Streamed]) -> dict[str, dict[str, Any]]:
@@ -157,23 +142,7 @@ def _nested(name: str, held: dict[str, Any], source: Source) -> dict[str, Any]:
     """Return flattened state as nested dictionaries and lists. Raises ``BadInput`` if it cannot be rebuilt."""
     if lost := sorted(source.unnested & held.keys()):
         raise BadInput(f"{name} of {source.path} has nested state ({lost[0]}), by keys that are no names")
-    return _put_together(held)
-
-
-def _put_together(flat: dict[str, Any]) -> dict[str, Any]:
-    """Rebuild flattened dictionaries and lists: the names on the path are joined by dots."""
-    made: dict[str, Any] = {}
-    for key, value in flat.items():
-        *way, last = key.split(".")
-        table = made
-        for part in way:
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                return dict(flat)  # the key has a dot of its own
-        if last in table:
-            return dict(flat)
-        table[last] = value
-    return {key: with_lists(value) for key, value in made.items()}
+    return nested(held)
 
 
 def _loadable(value: Any) -> Any:

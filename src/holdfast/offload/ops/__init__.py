@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schedule.operations import Op
 from ..runtime import Runtime, Step
-from . import commit_ops, compute, gradient_ops, input_ops, mezo_ops, parameter_ops, rollback, state_ops
+from . import commit_ops, compute, gradient_ops, input_ops, mezo_ops, parameter_ops, state_ops
 
 KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "load_params": parameter_ops.load,
@@ -54,10 +54,10 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "commit": commit_ops.commit,
 }
 REDO: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
-    "load_state": rollback.load,
-    "load_grads": rollback.load_grads,
-    "update": rollback.update,
-    "store_state": rollback.store,
+    "load_state": commit_ops.load,
+    "load_grads": commit_ops.load_grads,
+    "update": commit_ops.update,
+    "store_state": commit_ops.store,
 }
 """Handlers of operations that run only where a guess was wrong, for kinds that need another one then."""
 

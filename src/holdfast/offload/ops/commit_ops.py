@@ -1,19 +1,28 @@
-"""The operation that makes a step's files the newest state: the manifest of its commit.
+"""The operation that makes a step's files the newest state, and the redo of updates that were made on a wrong guess.
 
-With several ranks each makes its share durable, and the first publishes. No commit names a file that is not durable,
-and all ranks must publish the same step. Run by the executor.
+The commit of a step is its manifest. With several ranks each makes its share durable, and the first publishes. No
+commit names a file that is not durable, and all ranks must publish the same step.
+
+Updates that were made before the gradient norm was known may have to be clipped or skipped. The commit of the step
+before is still whole: none of its files is written before the next commit is published. So the state before the guess
+is read from that commit, whether it lives on the SSD or in host memory. The new state goes to the file that the guess
+has written, which no commit names. After a kill at any moment, that commit is still whole. Run by the executor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
+from ... import failpoints
 from ...distributed import stream_of
 from ...errors import RankFailed
 from ...schedule.operations import Op
 from ...state.tensor_entries import PENDING
 from ...store.commit.commit_writer import Written
-from ..runtime import Runtime, Step
+from ..memory.block_states import as_tensor
+from ..runtime import Runtime, Step, of
+from . import gradient_ops, state_ops
 
 
 def commit(run: Runtime, op: Op, step: Step) -> None:
@@ -63,3 +72,62 @@ def _refuse_unlike(steps: Sequence[int]) -> None:
                 f"rank {rank} has step {step} to make durable, and rank 0 step {steps[0]}: together they are the state"
                 " of no step, so none was made. Every step that was durable still is; start all ranks again to resume."
             )
+
+
+def load(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Read the state before the guess, and verify every byte."""
+    if not step.redone:
+        return None
+    failpoints.reach("before_redo")
+    place = op.key.block, op.key.tile
+    tile, before = run.blocks[op.key.block].tiles[op.key.tile], step.before[place]
+    buffer = run.residency.redone[place] = run.residency.pool.take(tile.layout.file_bytes, "redone state")
+    return run.stored[tile.name].read(before.generation, buffer.view, before.checksums, **of(op))
+
+
+def load_grads(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Read spilled gradients back, if the update is made again."""
+    return gradient_ops.load(run, op, step) if step.redone else None
+
+
+def update(run: Runtime, op: Op, step: Step) -> None:
+    """Update a tile of a block again with the norm known.
+
+    In a skipped step the block only gets its old compute copy back. The last tile releases the gradients, whether the
+    guess was right or not.
+    """
+    block = op.key.block
+    unit = run.blocks[block]
+    tile = unit.tiles[op.key.tile]
+    if step.redone:
+        failpoints.reach("before_redone_update")
+        copy = state_ops.UpdatedCopy.of(run, block, tile)
+        image = as_tensor(run.residency.redone[block, tile.index])
+        if not step.skipped:
+            state_ops.apply(run, step, unit, tile, image, run.residency.grads[block], copy)
+        elif copy is not None:
+            copy.fill(unit, tile, image)
+        failpoints.reach("after_redone_update")
+    if state_ops.is_last(unit, tile):
+        run.residency.free_grads(block, in_inputs=False)
+
+
+def store(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Write the corrected state over the guessed one. In a skipped step the old state is already stored."""
+    if not step.redone:
+        return None
+    failpoints.reach("before_redone_write")
+    place, pool = (op.key.block, op.key.tile), run.residency.pool
+    name = run.blocks[op.key.block].tiles[op.key.tile].name
+    before, image = step.before[place], run.residency.redone.pop(place)
+    if run.newest[name] is not before:
+        run.stored[name].release(run.newest[name].generation)
+        run.newest[name] = before
+    if run.placement.optimizer[op.key.block]:
+        run.residency.images[place].view[:] = image.view
+    if step.skipped:
+        pool.give(image)
+        return None
+    future = state_ops.write_image(run, op, name, image.view)
+    future.add_done_callback(lambda _: pool.give(image))
+    return future

@@ -1,6 +1,6 @@
 """The planner's answer for the machine, the model and the micro-batches at hand. Seconds, bytes.
 
-The machine's rates come from its profile (``measure/cached.py``), within the limits that the run was given. The times
+The machine's rates come from its profile (``machine_probe``), within the limits that the run was given. The times
 of the model's block and head are measured each time (``block_times``). The choice changes a run's speed, never its
 numbers.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ...errors import ModelNotSupported
-from ...measure.cached import CachedProfile, machine_at
+from ...events import tell
 from ...measure.drive_rates import Limits, nearest
-from ...measure.machine_probe import BlockTimes
+from ...measure.machine_probe import BlockTimes, CachedProfile, machine_at
 from ...profiles import MachineProfile
 from ...quantities import format_seconds
 from ...schedule.planner.machine_rates import RESOURCE_NAMES
@@ -28,7 +28,7 @@ from ...schedule.planner.placement_search import Choice, Question, answer, play
 from ...schedule.work import StepShape, Work
 from ..memory.device import Device
 from ..model.model_parts import ModelParts
-from ..reporting.block_times import BlockTimer, time_model
+from .block_times import BlockTimer, time_model
 from .process_settings import give_back_freed
 
 
@@ -102,10 +102,6 @@ class Prediction:
         }
 
 
-def to_standard_error(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr)
-
-
 @dataclass(frozen=True)
 class Planner:
     """Chooses a placement and predicts the step time; called once, when an engine is built."""
@@ -130,7 +126,7 @@ class Planner:
 
         ``ask`` makes the question from a machine and from work whose times are known. Raises ``DoesNotFit``.
         """
-        say = self.say or to_standard_error
+        say = self.say or tell
         times = _timed(parts, device, sample, loss_fn)
         known = machine_at(
             nearest(Path(self.directory)),

@@ -38,9 +38,8 @@ from ..model.quantised_layers import is_quant_state, set_quant_state
 from ..runtime import InputScratch, Runtime, StoredBlock
 from .drive_setup import Drives
 from .engine_resume import ReshardedCommit, other_layout
-from .existing_state import held_for, part_of
 from .process_settings import return_freed_at_once
-from .starting_state import StartingState
+from .starting_state import StartingState, held_for, part_of
 from .step_planning import RunPlan
 
 

@@ -22,7 +22,7 @@ from math import sqrt
 from statistics import median
 
 from ...events import EventLog
-from ...measure.cached import CORRECTED, keep
+from ...measure.machine_probe import CORRECTED, keep
 from ...profiles import MachineProfile
 from ...schedule.operations import COMMIT, COMPUTE, UPDATE
 from ...schedule.planner.machine_rates import BUS, CORES, SSD

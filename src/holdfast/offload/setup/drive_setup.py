@@ -11,20 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from ...distributed import Ranks
+from ...events import tell
 from ...io.queue import DriveQueues, IOQueue
-from ...measure.drive_rates import Limits, device_of, nearest, rate_of, spread, warn_of_one_file_system
+from ...measure.drive_rates import Limits, measured_drives, nearest, spread
 from ...optim.torch_threads import one_torch_thread
 from ...schedule.operations import SSD_READ, SSD_WRITE, as_guessed
 from ...store.commit.generations import Generations
 from ...store.disk import Disk
-from ...store.drive_links import HOME, Drive, directories_for, record_of
+from ...store.drive_links import Drive
 from ...store.run_store import see_drives
 from ..model.model_parts import ModelParts
-from .automatic_placement import to_standard_error
 from .step_planning import RunPlan
 
 
@@ -55,33 +54,10 @@ class Drives:
         must call this; what the first rank finds holds for all. Raises ``BadInput`` and its subclasses.
         """
         with ranks.agreeing():
-            found = ranks.first_takes_its_time(partial(cls._found, ssd, drives, limits, say))
-        return ranks.everyone(found or cls())[0]
-
-    @classmethod
-    def _found(
-        cls,
-        ssd: str | Path,
-        drives: Sequence[str | Path],
-        limits: Limits,
-        say: Callable[[str], object] | None,
-    ) -> Drives:
-        if not drives:
-            return cls()
-        disk = Disk(ssd)
-        wanted = {HOME: str(disk.root), **directories_for(disk, drives)}
-        known = record_of(disk)
-        if {drive.folder: drive.directory for drive in known} == wanted:
-            return cls(known)
-        warn_of_one_file_system(wanted.values(), device_of)
-        (say or to_standard_error)(f"measuring {len(wanted)} drives for a few seconds, once")
-        return cls(
-            tuple(
-                Drive(folder, directory, int(rate_of(Path(directory), limits)), 0.0)
-                for folder, directory in wanted.items()
-            ),
-            decided=False,
-        )
+            found = ranks.first_takes_its_time(
+                lambda: measured_drives(Disk(ssd), drives, limits, say or tell)
+            )
+        return cls(*ranks.everyone(found or ((), True))[0])
 
     def queue(self, ssd: str | Path, threads: int, limits: Limits) -> IOQueue:
         """Return the queue that moves all bytes of the run; threads and limits apply to each drive."""

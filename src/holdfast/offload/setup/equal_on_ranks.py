@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -22,8 +22,10 @@ from ...schedule.planner.placement import ORDER
 from ...schedule.work import BlockPlacement, StepShape
 from ..model.model_parts import ModelParts
 from ..steps import StepRules
-from .starting_state import StartingState
 from .step_planning import LISTS, RunPlan
+
+if TYPE_CHECKING:
+    from .starting_state import StartingState
 
 
 def agree_on_choices(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import DoesNotFit
+from ...measure.drive_rates import device_of
 from ...quantities import ample_budget, format_bytes
 from ...schedule.operations import SSD_READ, SSD_WRITE, as_guessed, lane_bytes
 from ...store.commit.generations import Generations
@@ -18,7 +19,7 @@ from ...store.drive_links import HOME
 from ...store.run_store import LocalStore
 from ..model.model_parts import ModelParts
 from .automatic_placement import Prediction
-from .drive_setup import Drives, device_of
+from .drive_setup import Drives
 from .step_planning import Budget, RunPlan
 
 

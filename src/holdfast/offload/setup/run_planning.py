@@ -16,8 +16,8 @@ from torch import nn
 
 from ...distributed import Ranks
 from ...errors import BadInput, DoesNotFit
-from ...events import EventLog
-from ...measure.host_memory import free_host_bytes
+from ...events import EventLog, tell
+from ...measure.machine_probe import free_host_bytes
 from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
 from ...state.capture import CapturedParameter
@@ -25,7 +25,6 @@ from ...state.prepared_models import refuse_in_block, refuse_prepared
 from ...state.progress import hyper_parameters
 from ...store.disk import AnyDisk
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
-from ..clipping_choice import DEFER
 from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
@@ -34,9 +33,9 @@ from ..model.model_parts import ModelParts, ties_streamed
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
-from ..recomputation_choice import can_measure
+from ..step_choices import DEFER, can_measure
 from ..steps import StepRules
-from .automatic_placement import Planner, to_standard_error
+from .automatic_placement import Planner
 from .checks import (
     check_budget,
     check_choices,
@@ -271,7 +270,7 @@ def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -
     drives = mine.drives.shared_out(plan, parts, ranks)
     with ranks.agreeing():
         if plan.filled and ranks.rank == 0:
-            (given.say or to_standard_error)(f"plan: {plan.line}")
+            (given.say or tell)(f"plan: {plan.line}")
     return replace(mine, plan=plan, drives=drives)
 
 

@@ -1,12 +1,14 @@
-"""The choice between a log record of every step and snapshots alone, by the time that each of them wastes.
+"""The choice between records of every step, copies in memory and snapshots alone, by the time that each wastes.
 
 With a record of every step a failure loses almost nothing, but each step pays for a copy and a write, which short steps
 notice. Snapshots alone cost one copy of the state in so many steps, and a failure loses the steps since the last one.
-``choose`` compares the two. ``StepCadence`` measures what ``choose`` needs, in rounds of three blocks of steps:
+Copies in memory cost less than a snapshot and can be made more often, but only snapshots outlive the machine.
+``choose`` compares the three. ``StepCadence`` measures what ``choose`` needs, in rounds of blocks of steps:
 
 1. *recorded*: steps with a record each;
 2. *plain*: steps that are not kept;
-3. *copied*: a snapshot is copied at the end of the first step, and written beside the others.
+3. *held*: a copy in memory at the end of each second step, where there can be copies;
+4. *copied*: a snapshot is copied at the end of the first step, and written beside the others.
 
 Both are pure and read no clock. ``StepCadence`` counts steps, so that ranks which adopt the same choices do the same at
 the same step. Called by the snapshot scheduler. Seconds, bytes.
@@ -17,13 +19,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
 from ...quantities import counted, format_seconds
 from .snapshot_interval import MOST_STEPS, Limits
-from .tuner import best_within, rarest
+from .tuner import COPY_BYTES_PER_SECOND, MEAN_SECONDS_BETWEEN_FAILURES, best_within, rarest
 from .waste import HOUR, Cadence, MeasuredCosts, waste
 
 WORTH, WORTH_AGAIN = 0.05, 0.03
@@ -32,6 +34,10 @@ WORTH, WORTH_AGAIN = 0.05, 0.03
 Below ``WORTH`` records stay, because each step is then recoverable. Once they were left, they come back below
 ``WORTH_AGAIN``. The difference keeps the choice from changing with every measurement.
 """
+WORTH_MEMORY, WORTH_MEMORY_AGAIN = 0.01, 0.0
+"""The same beside copies in memory, which lose few steps when a process dies."""
+WORTH_COPIES = 0.005
+"""The share of the time that copies in memory must save beside snapshots alone, to be taken. Less is needed to stay."""
 ENOUGH = 1.25
 """Factor by which the best number of steps must have moved for another one to be taken."""
 WARM_STEPS = 10
@@ -40,12 +46,15 @@ BLOCK_STEPS, UNCOUNTED_STEPS, COPIED_STEPS = 12, 4, 8
 """The steps of a recorded or plain block, those at its beginning in which the block before is still written, and the
 steps of a copied block.
 """
+HELD_STEPS, UNCOUNTED_HELD = 10, 2
+"""The steps of a block with copies in memory, and those at its beginning that fault the memory in."""
 NUM_ROUNDS = 3
 """The rounds of the first measurement. Medians are taken over that many rounds."""
 LEAST_STEPS, LEAST_SECONDS = 1000, 1800.0
 """A choice is kept for as many steps and seconds, at least. Then one more round is measured."""
 FAR_LONGER = 5.0
-RECORDED, PLAIN, COPIED = "recorded", "plain", "copied"
+RECORDED, PLAIN, HELD, COPIED = "recorded", "plain", "held", "copied"
+HELD_STALL = "held, stall alone"
 
 
 class StepRates(NamedTuple):
@@ -58,6 +67,8 @@ class StepRates(NamedTuple):
     copy_seconds: float
     """Seconds that one snapshot, copied at the end of one step, adds to training: the copy, and the writing beside it.
     """
+    held_seconds: float | None = None
+    """Seconds that one copy in memory adds to training, hashing included; None where there can be none."""
 
 
 @dataclass(frozen=True)
@@ -71,50 +82,84 @@ class CadenceChoice:
     alone_waste: float
     """The share of the time that snapshots alone would waste, failures included."""
     lost_steps: float
-    """The mean number of steps that a failure loses."""
+    """The mean number of steps that a failure loses; with copies in memory, one that the machine survives."""
     rates: StepRates
+    copies: int = 0
+    """Steps from one copy in memory to the next; 0 for no copies."""
+    copied_waste: float | None = None
+    """The share of the time that copies in memory would waste, failures included; None where there can be none."""
 
     @property
     def about(self) -> dict[str, Any]:
         """The choice as JSON."""
         return {
             "every": self.every, "recorded_waste": self.recorded_waste, "alone_waste": self.alone_waste,
-            "lost_steps": self.lost_steps, **self.rates._asdict(),
+            "lost_steps": self.lost_steps, "copies": self.copies, "copied_waste": self.copied_waste,
+            **self.rates._asdict(),
         }  # fmt: skip
 
     def describe(self) -> str:
         """Describe the choice, what it costs and what a failure loses, for a person."""
+        recorded, alone = ("a record of every step", self.recorded_waste), ("bases alone", self.alone_waste)
+        held = ("copies in memory", self.copied_waste)
+        lost = counted(max(round(self.lost_steps), 1), "step")
+        loses = f"A failure loses about {lost}."
         if self.every == 1:
-            how, waste, other = "a record of every step", self.recorded_waste, self.alone_waste
-            instead = "bases alone"
+            how, waste, others = recorded[0], recorded[1], (alone, held)
         else:
-            apart = format_seconds(self.every * self.rates.plain_seconds)
-            how = f"a base every {counted(self.every, 'step')} ({apart}), and no records between"
-            waste, other, instead = self.alone_waste, self.recorded_waste, "a record of every step"
-        return (
-            f"{how}. Keeping steps, and failures, cost {waste:.1%} of the time; {instead} would cost {other:.1%}."
-            f" A failure loses about {counted(max(round(self.lost_steps), 1), 'step')}."
+            how = f"a base every {self._apart(self.every)}, and no records between"
+            waste, others = self.alone_waste, (recorded, held)
+        if self.copies and self.copied_waste is not None:
+            how = f"a copy in memory every {self._apart(self.copies)}, and a base every {self._apart(self.every)}"
+            waste, others = self.copied_waste, (recorded, alone)
+            loses = (
+                f"The death of the process loses about {lost}, that of the machine about"
+                f" {counted(round(self.every / 2), 'step')}."
+            )
+        instead = " and ".join(
+            f"{name} would cost {share:.1%}" for name, share in others if share is not None
         )
+        return f"{how}. Keeping steps, and failures, cost {waste:.1%} of the time; {instead}. {loses}"
+
+    def _apart(self, steps: int) -> str:
+        return f"{counted(steps, 'step')} ({format_seconds(steps * self.rates.plain_seconds)})"
 
 
-def choose(measured: MeasuredCosts, limits: Limits, rates: StepRates, now: int = 1) -> CadenceChoice:
-    """Return what wastes least time, with a preference for records of every step, and for ``now``.
+def choose(
+    measured: MeasuredCosts,
+    limits: Limits,
+    rates: StepRates,
+    now: int = 1,
+    now_copies: int = 0,
+    machine_seconds: float = MEAN_SECONDS_BETWEEN_FAILURES,
+) -> CadenceChoice:
+    """Return what wastes least time, with a preference for records of every step, and for the present choice.
 
     Args:
         measured: What else the run has measured, among it the mean time between failures.
         limits: The limits of snapshots. Steps from one snapshot to the next take ``recovery_seconds`` at most.
-        rates: The seconds of steps and snapshots.
+        rates: The seconds of steps, snapshots and copies in memory.
         now: The present choice, as in ``CadenceChoice.every``.
+        now_copies: The present choice, as in ``CadenceChoice.copies``.
+        machine_seconds: Mean seconds between failures that memory does not survive.
     """
     recorded, num_pending = _with_records(measured, limits, rates)
     every, alone = _with_snapshots_alone(measured, limits, rates)
-    if recorded - alone <= (WORTH if now == 1 else WORTH_AGAIN):
-        return CadenceChoice(1, recorded, alone, num_pending, rates)
-    if now > 1 and max(now, every) <= ENOUGH * min(now, every):
+    held = _with_copies(measured, limits, rates, machine_seconds, now_copies)
+    copied = None if held is None else held.share
+    has_gain = held is not None and held.share < alone - (0.0 if now_copies else WORTH_COPIES)
+    worth = (WORTH_MEMORY, WORTH_MEMORY_AGAIN) if has_gain else (WORTH, WORTH_AGAIN)
+    least = held.share if held is not None and has_gain else alone
+    if recorded - least <= worth[now != 1]:
+        return CadenceChoice(1, recorded, alone, num_pending, rates, 0, copied)
+    if held is not None and has_gain:
+        lost = held.copies / 2 + (rates.held_seconds or 0.0) / rates.plain_seconds
+        return CadenceChoice(held.every, recorded, alone, lost, rates, held.copies, copied)
+    if now > 1 and not now_copies and max(now, every) <= ENOUGH * min(now, every):
         every = now
         alone = waste(_alone(measured, rates), Cadence(now, now)).total / HOUR
     lost = every / 2 + measured.full_bytes / measured.write_bytes_per_second / rates.plain_seconds
-    return CadenceChoice(every, recorded, alone, lost, rates)
+    return CadenceChoice(every, recorded, alone, lost, rates, 0, copied)
 
 
 def _with_records(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> tuple[float, float]:
@@ -154,18 +199,59 @@ def _alone(measured: MeasuredCosts, rates: StepRates) -> MeasuredCosts:
     )  # fmt: skip
 
 
+class _Held(NamedTuple):
+    """Copies in memory every ``copies`` steps and snapshots every ``every``, which waste ``share`` of the time."""
+
+    copies: int
+    every: int
+    share: float
+
+
+def _with_copies(
+    measured: MeasuredCosts, limits: Limits, rates: StepRates, machine_seconds: float, now: int
+) -> _Held | None:
+    """Return the best copies in memory, with the snapshots that a loss of the machine asks for; None without copies.
+
+    A number of steps close to the best stays as it is ``now``.
+    """
+    held, plain = rates.held_seconds, rates.plain_seconds
+    if held is None:
+        return None
+    losses = replace(measured, mean_seconds_between_failures=machine_seconds)
+    every, _ = _with_snapshots_alone(losses, limits, rates)
+    snapshots = rates.copy_seconds / (every * plain) + every * plain / 2 / machine_seconds
+    costs = replace(
+        _alone(measured, rates), base_stall_seconds=held, sync_seconds=held, write_bytes_per_second=inf,
+        read_bytes_per_second=max(measured.read_bytes_per_second, COPY_BYTES_PER_SECOND / 4),
+    )  # fmt: skip
+    young = sqrt(2 * held * measured.mean_seconds_between_failures) / plain
+
+    def total(steps: int) -> float:
+        return waste(costs, Cadence(steps, steps)).total / HOUR
+
+    near = {max(1, min(every, round(young * 1.1**power))) for power in range(-12, 13)}
+    best = min(sorted(near), key=total)
+    if now and max(now, best) <= ENOUGH * min(now, best) and now <= every:
+        best = now
+    return _Held(best, every, total(best) + snapshots)
+
+
 class StepCadence:
-    """The present way to keep steps: records, or snapshots alone.
+    """The present way to keep steps: records, copies in memory, or snapshots alone.
 
     Args:
         told: 1 for a record of every step, more for snapshots alone, each so many steps; None to have it chosen.
+        can_copy: True if the state may be copied into memory, where it is to be chosen.
     """
 
-    def __init__(self, told: int | None = 1) -> None:
+    def __init__(self, told: int | None = 1, can_copy: bool = False) -> None:
         self.every = told or 1
         """The choice, as in ``CadenceChoice.every``. While a round is measured it does not hold."""
         self.records = self.every == 1
         """True if the next step gets a log record."""
+        self.copies = 0
+        """The choice, as in ``CadenceChoice.copies``. While a round is measured it does not hold."""
+        self._can_copy = can_copy and told is None
         self.is_auto = told is None
         self._rounds: deque[StepRates] = deque(maxlen=NUM_ROUNDS)
         self._blocks: deque[_Block] = deque()
@@ -187,7 +273,10 @@ class StepCadence:
             return None
         plain = median(found.plain_seconds for found in self._rounds)
         extra = median(found.recorded_seconds - found.plain_seconds for found in self._rounds)
-        return StepRates(plain, max(plain + extra, plain), median(f.copy_seconds for f in self._rounds))
+        copied = median(found.copy_seconds for found in self._rounds)
+        held = [found.held_seconds for found in self._rounds if found.held_seconds is not None]
+        in_memory = median(held) if self._can_copy and len(held) == len(self._rounds) else None
+        return StepRates(plain, max(plain + extra, plain), copied, in_memory)
 
     def is_due(self, step: int, begun_at: int, exactly: bool) -> bool:
         """Return whether a snapshot is due at the end of ``step``, while there are no records.
@@ -200,6 +289,17 @@ class StepCadence:
         if self._blocks:
             return self._blocks[0].kind == COPIED and not self._blocks[0].times
         return step % self.every == 0 if exactly else step // self.every > begun_at // self.every
+
+    def is_copy_due(self, step: int) -> bool:
+        """Return whether the state is to be copied into memory at the end of ``step``."""
+        if self._blocks:
+            return self._blocks[0].kind == HELD and len(self._blocks[0].times) % 2 == 0
+        return self.copies > 0 and step % self.copies == 0
+
+    def leave_copies(self) -> None:
+        """Go on without copies in memory, which are neither measured nor chosen any more."""
+        self._can_copy = False
+        self._blocks = deque(block for block in self._blocks if block.kind != HELD)
 
     def stepped(self, seconds: float, stall: float, copied: bool = False) -> bool:
         """Note a step, and return whether a choice is to be made and adopted.
@@ -229,16 +329,16 @@ class StepCadence:
     def adopt(self, choice: CadenceChoice) -> None:
         """Keep steps as chosen from here on."""
         self._blocks.clear()
-        self.every, self.records = choice.every, choice.every == 1
+        self.every, self.copies, self.records = choice.every, choice.copies, choice.every == 1
         self._left = max(LEAST_STEPS, ceil(LEAST_SECONDS / choice.rates.plain_seconds))
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice and the measured rounds, for ``restore`` in a later process."""
-        return {"every": self.every, "rounds": [list(found) for found in self._rounds]}
+        return {"every": self.every, "copies": self.copies, "rounds": [list(found) for found in self._rounds]}
 
     def restore(self, told: dict[str, Any]) -> None:
         """Continue with what ``to_json`` returned in an earlier process. Rounds that are missing are measured."""
-        self.every = told["every"]
+        self.every, self.copies = told["every"], told.get("copies", 0)
         self._rounds.extend(StepRates(*found) for found in told["rounds"])
         self._blocks.clear()
         if len(self._rounds) < NUM_ROUNDS:
@@ -247,17 +347,27 @@ class StepCadence:
     def _measure(self, num_rounds: int, warm_steps: int = 0) -> None:
         """Begin to measure ``num_rounds`` rounds, after ``warm_steps`` that are not counted."""
         warm = [_Block(RECORDED, warm_steps, warm_steps)] if warm_steps else []
-        self._blocks = deque([*warm, *_rounds(num_rounds)])
+        self._blocks = deque([*warm, *_rounds(num_rounds, self._can_copy)])
         self.records = True
 
     def _end(self, block: _Block) -> None:
         """Note the result of ``block``. A copied block ends a round."""
         times = block.counted
         self._means[block.kind] = sum(map(sum, times)) / max(len(times), 1)
+        stalls = sum(stall for _, stall in times)
+        if block.kind == HELD:
+            self._means[HELD_STALL] = stalls / max(len(times), 1)
         if block.kind == COPIED:
-            plain, stalls = max(self._means[PLAIN], 1e-9), sum(stall for _, stall in times)
+            plain = max(self._means[PLAIN], 1e-9)
             extra = sum(map(sum, times)) - len(times) * plain
-            self._rounds.append(StepRates(plain, self._means[RECORDED], max(extra, stalls)))
+            self._rounds.append(
+                StepRates(plain, self._means[RECORDED], max(extra, stalls), self._held(plain))
+            )
+
+    def _held(self, plain: float) -> float | None:
+        """Return the seconds that one copy in memory has added in this round, where each second step had one."""
+        mean = self._means.pop(HELD, None)
+        return None if mean is None else 2 * max(mean - plain, self._means.pop(HELD_STALL), 1e-6)
 
 
 @dataclass
@@ -278,9 +388,11 @@ class _Block:
         return [each for each in times if each[0] <= FAR_LONGER * usual]
 
 
-def _rounds(count: int) -> Iterable[_Block]:
+def _rounds(count: int, can_copy: bool) -> Iterable[_Block]:
     """Yield the blocks of ``count`` rounds."""
     for _ in range(count):
         yield _Block(RECORDED, BLOCK_STEPS, UNCOUNTED_STEPS)
         yield _Block(PLAIN, BLOCK_STEPS, UNCOUNTED_STEPS)
+        if can_copy:
+            yield _Block(HELD, HELD_STEPS, UNCOUNTED_HELD)
         yield _Block(COPIED, COPIED_STEPS)

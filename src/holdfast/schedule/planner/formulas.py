@@ -3,7 +3,7 @@
 The unknowns lie between 0 and 1: the fractions of ``FRACTIONS`` that stay in host memory, and ``RECYCLED``, the part of
 waiting gradients that lies in buffers which are dead by then. Everything else is a number, so each formula is affine:
 the linear program takes it as a row, and a report evaluates it. Bytes and seconds, per block and pass (``Phase``) or
-for the whole step. ``docs/plan.md`` explains each term.
+for the whole step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...quantities import MiB
-from ..build.step_builder import (
+from ..step_builder import (
     DEVICE_SLOTS,
     INPUT_SLOTS,
     OUTPUT_SLOTS,

@@ -384,6 +384,10 @@ class MeasuredModel:
     micro_batch: int = 1
     sequence: int = 1
     """Tokens, micro-batch and sequence are not known; no choice depends on them."""
+    tied = False
+    """No proposal counts the copies of a tied embedding; the check of a proposal does."""
+    table_parameters = frozen_resident_bytes = 0
+    """A streamed embedding or head is among the blocks. The check of a proposal counts what is frozen beside them."""
 
     @property
     def blocks(self) -> int:
@@ -406,21 +410,6 @@ class MeasuredModel:
     @property
     def resident_parameters(self) -> int:
         return self.work.resident_elements
-
-    @property
-    def tied(self) -> bool:
-        """False: no proposal counts the copies of a tied embedding, and the check of a proposal does."""
-        return False
-
-    @property
-    def table_parameters(self) -> int:
-        """Zero: a streamed embedding or head is among the blocks."""
-        return 0
-
-    @property
-    def frozen_resident_bytes(self) -> int:
-        """Zero: proposals leave them out, and the check of a proposal counts them by its operation list."""
-        return 0
 
     @property
     def input_elements(self) -> int:

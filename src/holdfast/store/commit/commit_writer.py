@@ -47,7 +47,10 @@ Written = dict[str, tuple[int, tuple[str, ...]]]
 
 
 class WrittenCommits(RetainedCommits):
-    """Retained commits, and the making of new ones. ``LocalStore`` opens their directory."""
+    """Retained commits, and the making of new ones by one writer, or by several ranks of which the first has entered.
+
+    ``LocalStore`` opens their directory.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -55,6 +58,7 @@ class WrittenCommits(RetainedCommits):
         self._fork: Timeline | None = None
         """The timeline that is being written."""
         self._failed: BaseException | None = None
+        self._following = threading.Lock()
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content, durably, and return its reference for ``publish``."""
@@ -219,14 +223,6 @@ class WrittenCommits(RetainedCommits):
         except BaseException as error:
             self._failed = error
             raise
-
-
-class RankCommits(WrittenCommits):
-    """The commits of one writer, or of several ranks of which the first has entered the run."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._following = threading.Lock()
 
     def join(self, timeline: Timeline, rank: int) -> None:
         """Join ``timeline``, which the first rank has opened, instead of calling ``enter`` and ``begin``.

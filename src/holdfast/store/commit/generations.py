@@ -250,6 +250,20 @@ class Generations:
         finish = partial(self._sync, generation, file, checksums)
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority, finish=finish)
 
+    def note_written(self, generation: int, image: memoryview) -> tuple[str, ...]:
+        """Return the checksums of ``image``, the memory of an acquired generation's file, written there and not here.
+
+        Header and filler are set here. For files in memory, which need no sync.
+        """
+        if generation not in self._acquired:
+            raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
+        self._check_writer()
+        self._complete(image)
+        checksums = tuple(xxhash.xxh3_64_hexdigest(image[start:stop]) for start, stop in self._spans)
+        self.check_exists(generation)
+        self._synced[generation] = checksums
+        return checksums
+
     def adopt(self, image: memoryview, *, kind: str, phase: str, priority: int) -> tuple[str, ...]:
         """Return the checksums of ``image``, the whole file, after a check that the folder has these bytes.
 

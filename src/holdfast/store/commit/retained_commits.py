@@ -12,12 +12,15 @@ from pathlib import PurePath
 
 from holdfast import failpoints
 from holdfast.io.queue import IOQueue
-from holdfast.store.commit.best_commits import is_better
 from holdfast.store.commit.generations import Generations, remove_generations
 from holdfast.store.commit.retention import (
     Keep,
     best_of,
+    copies_bytes,
+    copies_in,
+    copy_path,
     dropped,
+    is_better,
     kept_on_lines,
     lineage,
     needs,
@@ -26,7 +29,6 @@ from holdfast.store.commit.retention import (
     unneeded_timelines,
     used_bytes,
 )
-from holdfast.store.commit.weights_files import copies_bytes, copies_in, copy_path
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.log.segments import segments, streams

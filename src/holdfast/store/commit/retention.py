@@ -1,22 +1,31 @@
-"""The choice of what a run keeps: commits, timelines and log segments, and the disk space that they take.
+"""The choice of what a run keeps: commits, timelines, log segments and copies of weights, and the space that they take.
 
 Mostly pure: names in, names out. A commit is kept by its manifest alone, so retiring one means unlinking one small
 file. The newest ``retain`` commits of the current line are kept. Those of a line that was abandoned by resuming from an
 earlier step are kept too, until the current one has ``retain`` commits of its own or the room is needed. A segment
-stays as long as a commit needs a record in it. Called by the writers of commits and by pruning. Sizes are bytes.
+stays as long as a commit needs a record in it.
+
+Commits are ranked by a metric that the script measured at their steps. A commit records its metrics in its manifest, so
+the ranking is the same after a resume and in a copy of the run. NaN has no rank, and of equal values the older commit
+is better.
+
+A copy of weights is one file of safetensors, ``weights/step-000000001000.t0001.safetensors``, named by the step and the
+timeline in which it was made. No commit needs it, it needs nothing, and it is kept for good. Called by the writers of
+commits, by pruning and by ``saved_weights``. Sizes are bytes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
+from typing import Literal
 
 from holdfast.errors import BadInput
 from holdfast.events import is_log
-from holdfast.store.commit.best_commits import Mode, ranked
-from holdfast.store.disk import AnyDisk
+from holdfast.store.disk import TEMPORARY, AnyDisk
 from holdfast.store.drive_links import data_paths
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
 from holdfast.store.log.segments import steps_of_segments, streams
@@ -304,3 +313,85 @@ def used_bytes(
         with suppress(FileNotFoundError):
             total += disk.size(path)
     return total
+
+
+Mode = Literal["min", "max"]
+
+
+def ranked(line: Collection[Manifest], metric: str, mode: Mode) -> list[CommitRef]:
+    """Return the commits of ``line`` that have a value of ``metric``, best first.
+
+    A step that a resume made a commit of again counts once.
+    """
+    found: dict[int, tuple[float, int, CommitRef]] = {}
+    for manifest in sorted(line, key=lambda manifest: manifest.ref):
+        value = value_of(manifest, metric)
+        if value is not None:
+            found.setdefault(manifest.step, (_signed(value, mode), manifest.step, manifest.ref))
+    return [ref for *_, ref in sorted(found.values())]
+
+
+def is_better(line: Collection[Manifest], metric: str, mode: Mode, count: int, value: float) -> bool:
+    """Return whether a new commit with ``value`` would be one of the best ``count`` of ``line``."""
+    if isnan(value):
+        return False
+    best = ranked(line, metric, mode)[:count]
+    if len(best) < count:
+        return True
+    worst = next(value_of(manifest, metric) for manifest in line if manifest.ref == best[-1])
+    return worst is not None and _signed(value, mode) < _signed(worst, mode)
+
+
+def value_of(manifest: Manifest, metric: str) -> float | None:
+    """Return the value of ``metric`` at the commit's step; None if it has none, or NaN."""
+    value = manifest.metrics.get(metric)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
+        return None
+    return float(value)
+
+
+def _signed(value: float, mode: Mode) -> float:
+    return value if mode == "min" else -value
+
+
+_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.safetensors")
+
+
+def copy_path(ref: CommitRef) -> str:
+    """Return the place of the copy of a step.
+
+    >>> copy_path(CommitRef(1, 1000))
+    'weights/step-000000001000.t0001.safetensors'
+    """
+    return f"{WEIGHTS}/step-{ref.step:012d}.t{ref.timeline:04d}.safetensors"
+
+
+def copies_in(disk: AnyDisk) -> list[CommitRef]:
+    """Return the steps with a copy of the weights, oldest first."""
+    matches = (_NAME.fullmatch(name) for name in disk.listdir(WEIGHTS))
+    found = [CommitRef(int(match[2]), int(match[1])) for match in matches if match]
+    return sorted(found, key=lambda ref: (ref.step, ref.timeline))
+
+
+def is_on_line(ref: CommitRef, timelines: Mapping[int, Timeline], tip: int) -> bool:
+    """Return whether the step of a copy led to the newest step of the timeline ``tip``."""
+    return any(
+        ref.timeline == timeline and (limit is None or ref.step <= limit)
+        for timeline, limit in ancestry(timelines, tip)
+    )
+
+
+def copies_bytes(disk: AnyDisk) -> int:
+    """Return the bytes of all copies."""
+    total = 0
+    for ref in copies_in(disk):
+        with suppress(FileNotFoundError):
+            total += disk.size(copy_path(ref))
+    return total
+
+
+def remove_unfinished(disk: AnyDisk) -> None:
+    """Remove what a killed process left of a copy in the making."""
+    for name in disk.listdir(WEIGHTS):
+        if name.endswith(TEMPORARY) and _NAME.fullmatch(name.removesuffix(TEMPORARY)):
+            disk.unlink(f"{WEIGHTS}/{name}")

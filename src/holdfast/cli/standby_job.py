@@ -1,0 +1,169 @@
+"""The verb ``standby``: a script trains, and a second process of it waits, ready, to take over when the first dies.
+
+The second process runs the script up to the opening of the run, where it waits for the run's lock: imports are done,
+and the model is built. The system drops the lock with the process that trains, so the takeover needs nobody to notice
+the death. This module starts the processes, passes signals on, and decides when it is over: exit code 0 of the process
+that trains ends all. Called by ``main``.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from ..events import parsed
+from ..quantities import counted
+from ..supervised.attempt import Supervisor
+from ..supervised.standing_by import OPENED, VARIABLE, WAITING, forget_closing
+from .child_process import Child, ending
+
+LOOK_SECONDS = 0.02
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals after which nobody takes over."""
+PASSED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+FAILED_STANDBYS = 3
+"""The number of standbys in a row that may end before they are ready; then the training goes on without one."""
+FRUITLESS = 2
+"""The number of processes in a row that may die without a durable step of their own; then the script is at fault."""
+
+
+@dataclass
+class _Process:
+    """A process of the script, and what it has told."""
+
+    child: Child
+    status: Path
+    waits = False
+    opened: int | None = None
+    """The step after which it continued the run; None until it has opened it."""
+
+    def read(self) -> None:
+        """Read what the process has told."""
+        if not self.status.exists():
+            return
+        for line in parsed(self.status.read_bytes().splitlines()):
+            self.waits = self.waits or line.get("is") == WAITING
+            if line.get("is") == OPENED:
+                self.opened = line["step"]
+
+
+def stand_by(command: Sequence[str], *, restarts: int) -> int:
+    """Train by ``command`` with a standby beside it, and return the exit code of the last process that trained."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-standby-") as name:
+        folder = Path(name)
+        with Supervisor(folder):
+            return _Job(command, restarts, folder).run()
+
+
+class _Job:
+    def __init__(self, command: Sequence[str], restarts: int, folder: Path) -> None:
+        self._command, self._restarts, self._folder = command, restarts, folder
+        self._number = self._failed = self._fruitless = 0
+        self._last_code = 1
+        self._asked = False
+        """True after a signal that ends the training."""
+        self._before: int | None = None
+        """The step after which the process that died last had continued."""
+        self._trainer = self._start()
+        self._spare: _Process | None = None
+
+    def run(self) -> int:
+        previous = {number: signal.signal(number, self._pass_on) for number in PASSED}
+        try:
+            while (code := self._look()) is None:
+                time.sleep(LOOK_SECONDS)
+            return code
+        finally:
+            for process in (self._spare, self._trainer):
+                if process is not None:
+                    process.child.kill()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _look(self) -> int | None:
+        """Do what is due; return the exit code once the training is over."""
+        self._trainer.read()
+        code = self._trainer.child.poll()
+        if code is not None:
+            return self._after_death(code)
+        if (code := self._judge_progress()) is not None:
+            return code
+        if self._spare is not None:
+            self._look_at_spare(self._spare)
+        elif self._trainer.opened is not None and self._may_start:
+            self._spare = self._start()
+        return None
+
+    @property
+    def _may_start(self) -> bool:
+        return self._restarts > 0 and self._failed < FAILED_STANDBYS and not self._asked
+
+    def _after_death(self, code: int) -> int | None:
+        """Promote the standby, or start anew; return the exit code where the training is over."""
+        self._trainer.read()
+        died = self._trainer
+        final = code if code >= 0 else 128 - code
+        if code == 0 or self._asked:
+            return final
+        if died.opened is None and self._number == 1:
+            return final  # it never trained: a mistake in the command or the script
+        if self._restarts == 0:
+            self._say(f"process {died.child.pid} ended with {ending(code)}, and no restart is left")
+            return final
+        self._restarts -= 1
+        self._before, self._last_code = died.opened, final
+        spare, self._spare = self._spare, None
+        ready = spare is not None and spare.child.poll() is None
+        self._trainer = spare if spare is not None and ready else self._start()
+        forget_closing(self._folder)
+        self._trainer.read()
+        how = "takes over" if ready and self._trainer.waits else "takes over once it is ready"
+        self._say(f"process {died.child.pid} ended with {ending(code)}; {self._trainer.child.pid} {how}")
+        return None
+
+    def _judge_progress(self) -> int | None:
+        """Return the exit code if processes die again and again without a durable step of their own."""
+        step = self._trainer.opened
+        if step is None or self._before is None:
+            return None
+        self._fruitless = self._fruitless + 1 if step == self._before else 0
+        self._before = None
+        if self._fruitless < FRUITLESS:
+            return None
+        self._say(
+            f"{counted(FRUITLESS, 'process')} died after step {step} without another: the script is at fault"
+        )
+        return self._last_code
+
+    def _look_at_spare(self, spare: _Process) -> None:
+        before = spare.waits
+        spare.read()
+        code = spare.child.poll()
+        if code is None:
+            if spare.waits and not before:
+                self._failed = 0
+                self._say(f"process {spare.child.pid} is ready to take over from {self._trainer.child.pid}")
+            return
+        self._spare, self._failed = None, self._failed + 1
+        end = " The training goes on without one." if self._failed == FAILED_STANDBYS else ""
+        self._say(f"the standby {spare.child.pid} ended with {ending(code)} before it was needed.{end}")
+
+    def _start(self) -> _Process:
+        self._number += 1
+        status = self._folder / f"process-{self._number}.jsonl"
+        return _Process(Child(self._command, {VARIABLE: str(status)}), status)
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on to the process that trains, and begin the end where it is one that ends."""
+        self._asked = self._asked or number in ENDING
+        self._trainer.child.send(number)
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"holdfast standby: {text}", file=sys.stderr, flush=True)

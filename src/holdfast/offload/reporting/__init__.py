@@ -1,1 +1,0 @@
-"""Reports of the engine on its steps."""

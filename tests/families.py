@@ -393,6 +393,13 @@ def micro_batches(name: str, step: int) -> list[Batch]:
     ]
 
 
+ONE_BY_ONE = (
+    "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM",
+    "PhimoeForCausalLM", "GraniteMoeForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM", "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)  # fmt: skip
+"""Mixtures whose experts, frozen, are read one by one."""
+
 DIFFUSION = {
     "PixArtTransformer2DModel": ("found", ""),
     "SD3Transformer2DModel": ("found", ""),
@@ -446,6 +453,12 @@ def _lines() -> Iterator[str]:
             if family.kind == kind:
                 yield f"| `{name}` | {f'`{family.named}`' if family.named else 'found'} | {family.says} |"
         yield ""
+    yield "## Experts one by one\n"
+    yield (
+        'With [`expert_slots`](fits.md#experts-one-by-one), frozen experts and `set_experts_implementation("eager")` '
+        "these have the bits of a plain loop, too:"
+    )
+    yield ", ".join(f"`{name}`" for name in ONE_BY_ONE) + ".\n"
     yield (
         "## Diffusion transformers\n\nOf diffusers, in a module of the script that computes the loss. Trained in"
         " memory, killed and resumed with the bits of a plain loop;\n`save_pretrained` writes what"

@@ -228,6 +228,7 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "model.dropout",
         "lora.dropout",
         "offload.order",
+        "offload.expert_slots",
         "offload.device",
         "offload.drives",
     }

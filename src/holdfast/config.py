@@ -200,6 +200,9 @@ class OffloadConfig:
     embedding_and_head: Literal["auto", "resident", "streamed"] = _key(
         "auto", 'or "streamed", as blocks are; "auto" streams what would not fit'
     )
+    expert_slots: int = _key(
+        0, "frozen experts in memory at once, each read where used; 0 is all", stated=True
+    )
     host_budget: str = _key(
         "auto", 'bytes, like "64GiB"; "auto" is what the machine has free, but for a tenth'
     )
@@ -217,6 +220,7 @@ class OffloadConfig:
             _require(fits, f"offload.{key}", value, 'must lie between 0 and 1, or be "auto"')
         for key in ("host_budget", "device_budget"):
             _check_size(f"offload.{key}", getattr(self, key), nothing="auto")
+        _require(self.expert_slots >= 0, "offload.expert_slots", self.expert_slots, "must not be negative")
 
     @property
     def host_budget_bytes(self) -> int | None:

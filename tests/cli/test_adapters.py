@@ -357,3 +357,17 @@ def test_modules_and_biases_that_were_trained_are_written_as_peft_loads_them(tmp
     path.write_text(json.dumps(json.loads(path.read_text()) | {"bias": "all"}))
     result = holdfast("convert", run, tmp_path / "other", "--to", "peft")
     assert result.code == 2 and "differ in bias" in result.err and not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_experts_of_a_mixture_are_read_where_tokens_go(tmp_path, train, holdfast):
+    """By transformers' loop over experts, which rounds otherwise than the product of all."""
+    folder, sets = write_folder(tmp_path / "folder", tiny_folders.mixtral), LORA[:1] + LORA[2:]
+    runs = {"whole": (), "routed": ("offload.expert_slots=2",)}
+    for run, more in runs.items():
+        result = train(tmp_path / run, folder, 2, *sets, "lora.targets=[q_proj,v_proj]", *more)
+        assert result.code == 0, result.err
+    found, expected = ([*losses(tmp_path / run).values()] for run in ("routed", "whole"))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert any(".experts-" in path.name for path in (tmp_path / "routed/data").iterdir())
+    assert holdfast("convert", tmp_path / "routed", tmp_path / "adapter", "--to", "peft").code == 0

@@ -105,6 +105,42 @@ def test_family_has_the_bits_of_a_plain_loop(tmp_path, kill_at, holdfast, name):
     assert all(same_bits(value, back[key]) for key, value in trained.items())
 
 
+def with_frozen_experts(model):
+    """The model as transformers computes it one expert after another, with its experts frozen."""
+    model.set_experts_implementation("eager")
+    for module in model.modules():
+        if hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            module.requires_grad_(False)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.ONE_BY_ONE)
+def test_experts_one_by_one_have_the_bits_of_a_plain_loop(tmp_path, name):
+    losses, expected = plain_loop(name, with_frozen_experts(build(name)))
+    with opened(name, with_frozen_experts(build(name)), tmp_path, expert_slots=2) as engine:
+        assert steps(name, engine) == losses
+    assert differing(stored(tmp_path), expected) == []
+
+
+@pytest.mark.slow
+def test_experts_one_by_one_are_read_from_their_folder(tmp_path):
+    """The parameters of gpt-oss lie there as they are."""
+    name, folder, run = "GptOssForCausalLM", tmp_path / "folder", tmp_path / "run"
+    build(name).save_pretrained(folder)
+    losses, _ = plain_loop(name, with_frozen_experts(build(name)))
+    found = []
+    for stop in (2, STEPS):
+        model, weights = library.pretrained(folder, reference=True)
+        with opened(name, with_frozen_experts(model), run, source=weights, expert_slots=2) as engine:
+            found += steps(name, engine, stop)
+            newest = engine._run.store.load(engine._run.store.line()[0])
+        assert {unit.partition("-")[0] for unit in newest.referenced} == {
+            f"model.layers.{block}.experts" for block in range(3)
+        }
+    assert found == losses
+
+
 def test_page_is_made_of_the_families_that_are_tried():
     page = Path(__file__).parents[2] / "docs" / "families.md"
     assert page.read_text(encoding="utf-8") == families.page()

@@ -117,3 +117,47 @@ def test_llama_3_70b_in_nf4_trains_in_24_gb_of_device_and_32_gb_of_host_memory()
     assert host_bytes(s, placement) <= 32e9
     listed = predict(work_of(s), placement, shape_of(s), evaluation_batches=EVALUATION_BATCHES)
     assert listed.device_bytes <= 24e9
+
+
+# Experts that are read one by one
+
+
+def mixture(slots, tokens=2048) -> AdaptedModel:
+    profile = replace(load_model("qwen3-30b-a3b"), sequence=tokens, micro_batch=1)
+    return AdaptedModel(profile=profile, rank=16, expert_slots=slots)
+
+
+def test_a_mixture_has_the_parameters_of_its_name():
+    for name, count, used in (("qwen3-30b-a3b", 30.5e9, 3.3e9), ("qwen3-235b-a22b", 235e9, 22e9)):
+        model = load_model(name)
+        assert model.parameters == pytest.approx(count, rel=0.01)
+        tables = model.resident_parameters
+        assert model.blocks * model.used_block_parameters + tables == pytest.approx(used, rel=0.03)
+
+
+@pytest.mark.parametrize("machine", ["rtx-4090", "cpu-2-core"])
+@pytest.mark.parametrize("slots", [0, 16, 128])
+def test_experts_are_planned_as_the_operation_list_counts_them(machine, slots):
+    s = replace(setting("bf16", machine), model=mixture(slots))
+    for kept in PLACEMENTS:
+        placement = placement_of(kept, s.blocks)
+        moved = lane_bytes(as_guessed(vertical(work_of(s), placement, shape_of(s))))
+        assert formulas.read_bytes(s)(kept) == pytest.approx(moved[SSD_READ], rel=0.003)
+        listed = predict(work_of(s), placement, shape_of(s))
+        if not s.machine.device_shares_host:
+            assert formulas.device_bytes(s) == pytest.approx(listed.device_bytes, rel=0.05)
+    expert = 2 * 3 * 2048 * 768
+    assert s.slot_bytes == slots * expert
+
+
+def test_slots_bound_the_device_and_few_of_them_read_again():
+    s = [replace(setting("bf16"), model=mixture(slots)) for slots in (0, 16, 128)]
+    block, expert = 2 * 128 * 3 * 2048 * 768, 2 * 3 * 2048 * 768
+    assert formulas.device_bytes(s[0]) - formulas.device_bytes(s[1]) == 2 * block - 16 * expert
+    reads = [formulas.frozen_read_bytes(each)(ALL_ON_SSD) for each in s]
+    assert reads[2] == pytest.approx(reads[0])  # each pass reads each expert once
+    assert reads[1] - reads[2] == pytest.approx(
+        (47 * (3 - 1) * 128 + 48 * (2 * 3 * 112 + 16 - 128)) * expert, rel=1e-6
+    )
+    kept = {**ALL_ON_SSD, "params": 1.0}
+    assert formulas.frozen_read_bytes(s[2])(kept) == (47 + 48) * block

@@ -16,7 +16,7 @@ GROUPS = {
             name: name
             for name in (
                 *("params_on_host", "optimizer_on_host", "activations_on_host"),
-                *("delayed_fraction", "recomputed_fraction", "embedding_and_head"),
+                *("delayed_fraction", "recomputed_fraction", "embedding_and_head", "expert_slots"),
             )
         },
     ),

@@ -164,8 +164,8 @@ class DataParallelGroup:
         }
 
 
-def refuse_alone_only(fellows: DataParallelGroup, schedule: str) -> None:
-    """Raise ``BadInput`` for a schedule that several ranks cannot run."""
+def refuse_alone_only(fellows: DataParallelGroup, schedule: str, expert_slots: int | None) -> None:
+    """Raise ``BadInput`` for a schedule or a placement that several ranks cannot run."""
     if fellows.alone:
         return
     what = None
@@ -173,5 +173,7 @@ def refuse_alone_only(fellows: DataParallelGroup, schedule: str) -> None:
         what = "MeZO is of one process. Use an optimizer with gradients, or one process"
     elif schedule != "vertical":
         what = f"schedule={schedule!r} is of one process: several ranks sum their gradients once a step. Leave it out"
+    elif expert_slots is not None:
+        what = f"expert_slots={expert_slots!r} is of one process: ranks divide the weights of a block. Leave it out"
     if what is not None:
         raise BadInput(f"{fellows.world_size} ranks train together here, and {what}.")

@@ -585,6 +585,7 @@ class Engine:
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
         if self._run.zeroth is not None:
             self._run.zeroth.release()
+        self._run.experts.release()
         self._run.residency.release()
         moved = by_lane(traffic(self._run))
         self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step, moved=moved)

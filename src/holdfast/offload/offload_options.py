@@ -47,17 +47,24 @@ class Placement:
     """"streamed": embedding and head come and go as blocks do, each by itself, which takes least memory. "resident":
     their compute copies and gradients stay on the device. None: as the run has had it so far; a fresh run streams them
     where a budget could not be kept to otherwise."""
+    expert_slots: int | None = None
+    """Number of experts whose weights are in memory at once. Frozen experts of mixtures are then no part of their
+    block: each is read when a token is routed to it, and makes room for another. None: a block has all of its experts
+    while it computes."""
 
     @property
     def fractions(self) -> dict[str, Fraction | None]:
         """The fractions by name; None where none is given."""
-        return {name: value for name, value in asdict(self).items() if name != "embedding_and_head"}
+        others = ("embedding_and_head", "expert_slots")
+        return {name: value for name, value in asdict(self).items() if name not in others}
 
     def check(self) -> None:
         if self.embedding_and_head not in (None, "resident", "streamed"):
             raise BadInput(
                 f'embedding_and_head = {self.embedding_and_head!r} must be "resident" or "streamed"; None chooses'
             )
+        if self.expert_slots is not None:
+            require_integer("expert_slots", self.expert_slots, 1)
         for name in ("delayed_fraction", "recomputed_fraction"):
             value = getattr(self, name)
             if value not in (None, "auto") and not (isinstance(value, (int, float)) and 0 <= value <= 1):

@@ -28,6 +28,7 @@ from .data_parallel import DataParallelGroup
 from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
+from .memory.expert_reader import ExpertReader
 from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, ParameterSamples, Residency
 from .mezo_engine import ZerothOrderState
@@ -84,11 +85,16 @@ class Runtime:
     """Bytes handed between host and device, by (lane, kind of operation)."""
     zeroth: ZerothOrderState | None = None
     """State of a MeZO run; None for other optimizers."""
+    expert_slots: int = 0
+    """Number of experts that are held at once, where blocks are without theirs."""
 
     def __post_init__(self) -> None:
         self.attributes = AttributeWatch(self.model, self.patch.blocks)
+        self.experts = ExpertReader(
+            self.blocks, self.device, self.residency.lend, self.stored, self.newest, self.expert_slots
+        )
         self.absent = AbsentParameters(
-            self.blocks, self.resident, self.patch.blocks, self.device.torch_device
+            self.blocks, self.resident, self.patch.blocks, self.device.torch_device, self.experts
         )
 
     @property

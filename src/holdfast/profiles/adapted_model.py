@@ -2,7 +2,8 @@
 
 Every linear layer of every block has an adapter of rank R (LoRA): two matrices, inputs x R and R x outputs. Adapters
 alone are trained. The weights of these layers are stored and read in the format of the base; while a block computes,
-one of them at a time is unpacked to 16 bits on the device. Biases, norms, embedding and head are frozen in 16 bits.
+one of them at a time is unpacked to 16 bits on the device. Biases, norms, experts, embedding and head are frozen in 16
+bits.
 The planner takes an ``AdaptedModel`` where it takes a ``ModelProfile``. The planning commands make it.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .profile_types import LinearLayer, ModelProfile
+from .profile_types import LinearLayer, ModelProfile, RoutedExperts
 
 FROZEN_BYTES = 2
 """Bytes of a frozen parameter in 16 bits."""
@@ -75,6 +76,8 @@ class AdaptedModel:
     """The model without adapters."""
     rank: int
     base: BaseFormat = BASES["bf16"]
+    expert_slots: int = 0
+    """Number of experts in memory at once, each read where a token is routed to it; 0 if blocks have all of theirs."""
     resident_parameters = table_parameters = 0
     """Nothing is trained outside of the blocks, so no embedding is streamed."""
     tied = False
@@ -82,6 +85,8 @@ class AdaptedModel:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"the rank of adapters must be at least 1, got {self.rank}")
+        if self.expert_slots and not self.profile.experts:
+            raise ValueError("the model has no experts that could be read one by one")
 
     @property
     def description(self) -> str:
@@ -118,9 +123,17 @@ class AdaptedModel:
 
     @property
     def frozen_block_bytes(self) -> int:
-        """The bytes of the frozen parameters of one block, as they are stored."""
+        """The bytes of the frozen parameters of one block, as they are stored, without ``routed`` experts."""
         others = self.profile.block_parameters - self.profile.linear_parameters
-        return self.linear_bytes + FROZEN_BYTES * others
+        return self.linear_bytes + FROZEN_BYTES * others - self.routed.count * self.routed.nbytes
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """The experts that are read one by one, in 16 bits."""
+        if not self.expert_slots:
+            return RoutedExperts()
+        nbytes = FROZEN_BYTES * self.profile.expert_parameters
+        return RoutedExperts(self.profile.experts, nbytes, self.expert_slots)
 
     @property
     def frozen_resident_bytes(self) -> int:
@@ -163,7 +176,7 @@ class AdaptedModel:
 
         Frozen parameters have no gradients, which saves a third of their products.
         """
-        return 3 * self.forward_flop - 2.0 * self.profile.block_parameters * self.tokens
+        return 3 * self.forward_flop - 2.0 * self.profile.used_block_parameters * self.tokens
 
     @property
     def head_flop(self) -> float:

@@ -135,6 +135,28 @@ class LinearLayer(NamedTuple):
         return self.inputs * self.outputs
 
 
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The frozen experts of one block that are read one by one, each where a token is routed to it."""
+
+    count: int = 0
+    nbytes: int = 0
+    """Bytes of one expert."""
+    slots: int = 0
+    """Experts in memory at once."""
+
+    def reads(self, micro_batches: int) -> tuple[int, int]:
+        """Return the bytes that the forward and the backward pass of one block read at worst.
+
+        Every micro-batch uses all experts. Those that do not stay until they are used again are read again; a backward
+        pass uses them twice, in turn.
+        """
+        if not 0 < self.slots < self.count:
+            return self.count * self.nbytes, self.count * self.nbytes
+        lost = self.count - self.slots
+        return micro_batches * self.count * self.nbytes, (2 * micro_batches * lost + self.slots) * self.nbytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """A decoder, and one micro-batch of it."""
@@ -146,6 +168,12 @@ class ModelProfile:
     kv_heads: int = key("kv_heads", "count", "of keys and values; 0 is as many as heads", 0)
     head_size: int = key("head_size", "count", "of one head; 0 is width / heads", 0)
     hidden: int = key("hidden", "count", "width of the MLP; 0 is 4 times the stream's", 0)
+    experts: int = key(
+        "experts", "count", "of each MLP, each as wide as hidden; 0 is one MLP for all tokens", 0
+    )
+    experts_per_token: int = key(
+        "experts_per_token", "count", "of the experts of an MLP that a token uses", 0
+    )
     gated: bool = key("gated", "flag", "the MLP has three matrices instead of two", False)
     biases: bool = key("biases", "flag", "matrices and norms have biases", False)
     fused: bool = key(
@@ -161,6 +189,12 @@ class ModelProfile:
         for name in ("blocks", "width", "heads", "vocabulary", "sequence", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not bool(self.experts) <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token}: a token uses 1 to {self.experts} of the experts"
+                if self.experts
+                else f"experts_per_token = {self.experts_per_token} needs experts"
+            )
         if not self.head_size and self.width % self.heads:
             raise ValueError(
                 f"width = {self.width} does not divide into heads = {self.heads}; give head_size"
@@ -168,15 +202,26 @@ class ModelProfile:
 
     @property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
-        """The linear layers of one block, in the order in which it computes."""
-        into = [[self._queries, self._keys, self._keys], [self._hidden] * (2 if self.gated else 1)]
-        attention, mlp = ([sum(each)] if self.fused else each for each in into)
+        """The linear layers of one block, in the order in which it computes. Experts are not among them."""
+        into = [self._queries, self._keys, self._keys]
+        attention = [sum(into)] if self.fused else into
         return (
             *(LinearLayer(self.width, outputs) for outputs in attention),
             LinearLayer(self._queries, self.width),
-            *(LinearLayer(self.width, outputs) for outputs in mlp),
-            LinearLayer(self._hidden, self.width),
+            *(() if self.experts else self._mlp_layers),
         )
+
+    @property
+    def _mlp_layers(self) -> tuple[LinearLayer, ...]:
+        """The linear layers of one MLP, or of one expert."""
+        into = [self._hidden] * (2 if self.gated else 1)
+        outputs = [sum(into)] if self.fused else into
+        return (*(LinearLayer(self.width, each) for each in outputs), LinearLayer(self._hidden, self.width))
+
+    @property
+    def expert_parameters(self) -> int:
+        """The parameters of one expert; 0 if there are none."""
+        return sum(layer.elements for layer in self._mlp_layers) if self.experts else 0
 
     @property
     def linear_parameters(self) -> int:
@@ -187,7 +232,13 @@ class ModelProfile:
     def block_parameters(self) -> int:
         """The parameters of one block."""
         biases = self._queries + 2 * self._keys + self._hidden + 2 * self.width
-        return self.linear_parameters + 2 * self.width + (biases + 2 * self.width) * self.biases
+        mixture = self.experts * (self.expert_parameters + self.width)  # with the router
+        return self.linear_parameters + mixture + 2 * self.width + (biases + 2 * self.width) * self.biases
+
+    @property
+    def used_block_parameters(self) -> int:
+        """The parameters of one block that one token uses."""
+        return self.block_parameters - (self.experts - self.experts_per_token) * self.expert_parameters
 
     @property
     def trained_block_parameters(self) -> int:
@@ -198,6 +249,11 @@ class ModelProfile:
     def frozen_block_bytes(self) -> int:
         """The bytes of the frozen parameters of one block: there are none."""
         return 0
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """The experts that are read one by one: there are none."""
+        return RoutedExperts()
 
     @property
     def frozen_resident_bytes(self) -> int:
@@ -234,7 +290,7 @@ class ModelProfile:
     def forward_flop(self) -> float:
         """The operations of one forward pass of one block over one micro-batch."""
         attention = 4.0 * self.tokens * self.sequence * self.heads * self._head_size
-        return 2.0 * self.block_parameters * self.tokens + attention
+        return 2.0 * self.used_block_parameters * self.tokens + attention
 
     @property
     def backward_flop(self) -> float:

@@ -32,6 +32,7 @@ CROSSING = (
     "input_grads",
     "resident_grads",
     "resident_params",
+    "expert_staging",
 )
 """Classes of buffers in host memory that a separate device copies from or to."""
 
@@ -77,7 +78,11 @@ def predict(
     if evaluation_batches:
         made = forward_only(work, placement, StepShape(micro_batches=evaluation_batches))
         parts = _larger(step, _beside(buffers(made), step, _outlasting(training)))
-    return Memory({**parts, **resident(work, placement)})
+    memory = {**parts, **resident(work, placement)}
+    setup = work.expert_setup_bytes - sum(size for (place, _), size in parts.items() if place == "host")
+    if setup > 0:  # as long as the run begins, there is nothing of a step
+        memory["host", "setup"] = setup
+    return Memory(memory)
 
 
 def _larger(one: Parts, other: Parts) -> Parts:
@@ -147,6 +152,8 @@ def resident(work: Work, placement: BlockPlacement) -> Parts:
         ("host", "resident_state"): work.resident_state_bytes if placement.saving.resident_state else 0,
         ("host", "params_on_host"): chosen(placement.params, "kept_param_bytes"),
         ("host", "optimizer_on_host"): chosen(placement.optimizer, "state_bytes"),
+        ("host", "expert_staging"): work.expert_staging_bytes,
+        (device, "experts"): work.expert_bytes,
         (device, "resident_working_copy"): work.resident_param_bytes,
         (device, "resident_sums"): work.resident_grad_bytes,
         (device, "workspace"): workspace,

@@ -50,6 +50,7 @@ def work_of(setting: Setting) -> Work:
         _unit_work(s, s.model.trained_block_parameters, s.model.frozen_block_bytes),
         forward_flop=s.model.forward_flop,
         backward_flop=s.model.backward_flop,
+        routed_bytes=s.model.routed.reads(s.micro_batches),
     )
     embedding = (_unit_work(s, s.tables),) * bool(s.tables)
     epilogue = (_unit_work(s, s.tables - s.tied_elements),) * bool(s.tables)
@@ -65,6 +66,8 @@ def work_of(setting: Setting) -> Work:
         unified=s.machine.device_shares_host,
         head_flop=s.model.head_flop,
         tied_block=0 if s.tied_elements else None,
+        expert_bytes=s.slot_bytes,
+        expert_staging_bytes=s.slot_staging_bytes,
         workspace_bytes=s.workspace_bytes,
     )
 

@@ -218,7 +218,7 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
     Returns the operations after which they are there.
     """
     tied = [key for other in s.also_used(block) for key in _load(s, TIED, other, micro_batch)]
-    return (*_load(s, phase, block, micro_batch), *tied)
+    return (*_load(s, phase, block, micro_batch), *tied, *_load_experts(s, phase, block, micro_batch))
 
 
 def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key, ...]:
@@ -262,6 +262,27 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
     return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given),)
 
 
+def _load_experts(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key, ...]:
+    """Read the experts of a pass, if they are counted. The slots that they come to are there all the time."""
+    hold = _experts(s, phase, block, micro_batch)
+    if hold is None:
+        return ()
+    nbytes = s.work.blocks[block].routed_bytes[phase == "backward"]
+    nbytes = nbytes if micro_batch < 0 else nbytes // s.shape.micro_batches
+    read = s.add(
+        Key("load_experts", block, micro_batch, phase), operations.SSD_READ, nbytes=nbytes, takes=(hold,)
+    )
+    up = Key("upload_experts", block, micro_batch, phase)
+    return (s.add(up, operations.UPLOAD, nbytes=nbytes, needs=(read,)),)
+
+
+def _experts(s: StepBuilder, phase: str, block: int, micro_batch: int) -> Hold | None:
+    """Return what keeps the experts of a pass from being read long before it; None if there are none."""
+    if not s.work.blocks[block].routed_bytes[0]:
+        return None
+    return Hold(("expert_reads", phase, block, micro_batch), 0, slots=PARAM_SLOTS)
+
+
 def _earlier_updates(s: StepBuilder) -> tuple[Key, ...]:
     """Return the updates of the previous step that may still hold a compute copy in host memory.
 
@@ -285,7 +306,8 @@ def _earlier_updates(s: StepBuilder) -> tuple[Key, ...]:
 def release(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:
     """Return the buffers that the last computation of a pass over ``block`` gives back."""
     tied = [name for other in s.also_used(block) for name in _released(s, TIED, other, micro_batch)]
-    return (*_released(s, phase, block, micro_batch), *tied)
+    experts = _experts(s, phase, block, micro_batch)
+    return (*_released(s, phase, block, micro_batch), *tied, *(() if experts is None else (experts.name,)))
 
 
 def _released(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:

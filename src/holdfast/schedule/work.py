@@ -24,6 +24,9 @@ def tile_count(state_bytes: int) -> int:
     return max(1, -(-state_bytes // TILE_BYTES))
 
 
+EXPERTS_AHEAD = 2
+"""Experts that are read while another one computes, where experts are read one by one."""
+
 ClippingMode = Literal["none", "defer", "speculate", "per_block"]
 """The way in which an update gets the factor that clips its gradients (``docs/schedule.md``)."""
 CLIPPING = ("none", "defer", "speculate", "per_block")
@@ -70,6 +73,12 @@ class Work:
     """Number of the block, an embedding, whose parameters the last one uses too; None if all have their own."""
     update_bytes: int = 0
     """Host memory that updates take besides state, gradients and copies: for optimizers that need whole tensors."""
+    expert_bytes: int = 0
+    """Bytes of the experts that are on the device at once, where they are read one by one."""
+    expert_staging_bytes: int = 0
+    """Bytes of host memory that experts take on their way to the device."""
+    expert_setup_bytes: int = 0
+    """Bytes of host memory that the experts of one block take when a run begins."""
     workspace_bytes: int = 0
     """The most memory that computing one micro-batch of one block, or the epilogue, takes besides what is listed.
 
@@ -149,6 +158,8 @@ class BlockWork:
     """Bytes of the compute copy that are read from the file of the frozen parameters; the rest is in the scratch."""
     is_split: bool = False
     """True if the files of the state hold the masters in parts, of which one is the compute copy."""
+    routed_bytes: tuple[int, int] = (0, 0)
+    """Bytes of experts that the forward and the backward pass read one by one, at worst; 0 in a run: not known."""
     cut: tuple[TileWork, ...] = ()
     """The tiles into which the state is cut; empty if it is one."""
 

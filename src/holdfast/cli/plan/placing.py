@@ -130,7 +130,7 @@ def rate_text(rate: float) -> str:
 
 
 def _under_adapters(model: ModelProfile, given: Mapping[str, Any]) -> ModelProfile | AdaptedModel:
-    """Return ``model``, under adapters if --lora is given. Raises ``ConfigError`` for a --base that cannot be used."""
+    """Return ``model``, under adapters if --lora is given. Raises ``ConfigError`` for what cannot be used with it."""
     rank, base = given["lora"], given["base"]
     if rank is None and base is not None:
         raise ConfigError(
@@ -138,7 +138,13 @@ def _under_adapters(model: ModelProfile, given: Mapping[str, Any]) -> ModelProfi
         )
     if base is not None and base not in BASES:
         raise ConfigError(f"--base is {' or '.join(BASES)}, not {base!r}")
-    return model if rank is None else AdaptedModel(profile=model, rank=rank, base=BASES[base or "bf16"])
+    slots = given["expert_slots"]
+    if slots is not None and (rank is None or not model.experts):
+        why = "experts are trained without --lora" if rank is None else f"{model.description} has no experts"
+        raise ConfigError(f"--expert-slots {slots}: {why}, so none are read one by one. Leave it out")
+    if rank is None:
+        return model
+    return AdaptedModel(profile=model, rank=rank, base=BASES[base or "bf16"], expert_slots=slots or 0)
 
 
 def _machine(given: Mapping[str, Any]) -> MachineProfile:
@@ -209,6 +215,7 @@ def _adapters_document(model: ModelProfile | AdaptedModel) -> dict[str, Any] | N
         "base": model.base.name,
         "base_bits_per_weight": model.weight_bits,
         "base_bytes": model.blocks * model.frozen_block_bytes,
+        **({"expert_slots": model.expert_slots} if model.expert_slots else {}),
     }
 
 
@@ -328,6 +335,20 @@ def _adapters_facts(best: Solution) -> dict[str, str]:
         f"{format_bytes(model.blocks * model.frozen_block_bytes)} in the blocks. A step brings "
         f"{moved['base_moved_bytes_per_parameter']:.2f} bytes a parameter of them to the device, "
         f"{moved['base_read_bytes_per_parameter']:.2f} from the SSDs",
+        **_experts_facts(best),
+    }
+
+
+def _experts_facts(best: Solution) -> dict[str, str]:
+    """Describe the experts that are read one by one; empty if there are none."""
+    setting, routed = best.setting, best.setting.model.routed
+    if not routed.slots:
+        return {}
+    nbytes = routed.count * routed.nbytes
+    return {
+        "experts": f"{routed.slots} in memory at once, {format_bytes(setting.slot_bytes)}, of "
+        f"{routed.count} in each block, {format_bytes(nbytes)}; each is read where tokens go. Bytes and times "
+        "are the worst: each micro-batch uses all"
     }
 
 
@@ -443,6 +464,8 @@ def _settings(engine: Solution) -> dict[str, dict[str, str]]:
     offload |= {f"{name}_on_host": f"{engine.fractions[name]:g}" for name in ON_HOST}
     if method.streams_all:
         offload["embedding_and_head"] = '"streamed"'
+    if setting.model.routed.slots:
+        offload["expert_slots"] = f"{setting.model.routed.slots}"
     durability = {} if method.commit_every == 1 else {"every": f"{method.commit_every}"}
     return {"train": train, "offload": offload, "durability": durability}
 

@@ -79,6 +79,15 @@ Base = Annotated[
         metavar="FORMAT",
     ),
 ]
+ExpertSlots = Annotated[
+    int | None,
+    _placement(
+        "--expert-slots",
+        "With --lora, experts in memory at once, each read where tokens go; else those of a block.",
+        min=1,
+        metavar="N",
+    ),
+]
 Host = Annotated[Quantity, _placement("--host", "Host memory; else the machine's.", metavar="256GB")]
 Ssds = Annotated[int | None, _placement("--ssds", "How many SSDs; else the machine's.", min=1)]
 SsdSteps = Annotated[
@@ -95,6 +104,7 @@ def plan(
     sequence: Sequence = None,
     lora: Lora = None,
     base: Base = None,
+    expert_slots: ExpertSlots = None,
     delayed: Delayed = None,
     clipping: Clipping = "auto",
     order: Order = "plain",
@@ -209,6 +219,7 @@ def simulate(
     sequence: Sequence = None,
     lora: Lora = None,
     base: Base = None,
+    expert_slots: ExpertSlots = None,
     clipping: Clipping = "auto",
     commit_every: CommitEvery = 1,
     host: Host = None,

@@ -24,6 +24,7 @@ from ...mlp_tiles import tile_mlps
 from ...offload.api import Budget, offload
 from ...offload.engine import Engine
 from ...offload.model.blocks import find_blocks
+from ...offload.model.routed_experts import ONE_BY_ONE
 from ...offload.offload_options import IO, Clipping, Durability, Placement
 from ...offload.setup.preflight import Preflight
 from ...optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, MeZO, apollo_mini
@@ -55,6 +56,9 @@ def make_engine(
     seed_all(config.run.seed)
     if config.train.mlp_tokens:
         tile_mlps(recipe.model, config.train.mlp_tokens)
+    choose_experts = getattr(recipe.model, "set_experts_implementation", None)
+    if config.offload.expert_slots and callable(choose_experts):
+        choose_experts(ONE_BY_ONE)
     optimizer = make_optimizer(recipe, config)
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
@@ -82,6 +86,7 @@ def make_engine(
             activations_on_host=chosen.activations_on_host, delayed_fraction=chosen.delayed_fraction,
             recomputed_fraction=chosen.recomputed_fraction,
             embedding_and_head=None if chosen.embedding_and_head == "auto" else chosen.embedding_and_head,
+            expert_slots=chosen.expert_slots or None,
         ),
         schedule=chosen.schedule,
         order=chosen.order,

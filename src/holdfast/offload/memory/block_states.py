@@ -19,7 +19,7 @@ gradients that are being summed are those of the whole unit on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,7 @@ from .parameter_shards import (
     memory_order,
     range_of,
 )
-from .unit_files import FROZEN, TILE, PlacedEntry, StateTile, UnitFile
+from .unit_files import EXPERTS, FROZEN, TILE, ExpertFile, PlacedEntry, StateTile, UnitFile
 
 ALIGN = 256
 """Bytes. Tensors in compute copies, gradients and packed inputs start at multiples of it.
@@ -80,12 +80,18 @@ class BlockState:
         world_size: int = 1,
         prefix: str = "",
         may_split: bool = False,
+        routed: Collection[str] = (),
     ) -> None:
         """Lay the unit out. ``prefix`` begins the names of this rank's files.
 
-        Masters are split if they ``may_split`` and their high parts can be the compute copy of one process.
+        Masters are split if they ``may_split`` and their high parts can be the compute copy of one process. The frozen
+        parameters in ``routed`` are experts, which are read one by one and are no part of the compute copy.
         """
         self.name, self.dtype, self._optimizer, self.may_split = name, dtype, optimizer, may_split
+        experts = [one for one in owned if one.captured.name in routed]
+        owned = [one for one in owned if one.captured.name not in routed]
+        self.routed = [ParameterEntry(one, -1, -1, _copy_dtype(one, dtype)) for one in experts]
+        """The same as entries, which are not among ``members``: they have no place in the compute copy."""
         trains_alone = world_size == 1 and optimizer.takes_gradients
         self.is_split = may_split and trains_alone and _can_split(owned, dtype)
         """True if the files of the state hold the masters in parts."""
@@ -105,18 +111,13 @@ class BlockState:
         self.tile_grads = _ranges(starts, self.share_grad_bytes)
         """Range of bytes of each tile in this rank's shard of the gradients."""
         self.frozen_file = UnitFile(
-            self.frozen_pieces,
-            [
-                _placed(
-                    TensorEntry(p.name, "param", p.shape, _stored_dtype(p.member.owned)),
-                    p.member.shape,
-                    p.box,
-                )
-                for p in self.frozen_pieces
-            ],
-            _alignment(owned),
+            self.frozen_pieces, _frozen_entries(self.frozen_pieces), _alignment(owned)
         )
-        """The parameters that never change."""
+        """The parameters that never change, except for experts that are read one by one."""
+        self.owners |= {member.name: [(0, member.elements)] for member in self.routed}
+        whole = [ParameterShard(member, 0, member.elements, -1, -1) for member in self.routed]
+        self.expert_file = ExpertFile(whole, _frozen_entries(whole), ALIGN)
+        """The parameters of experts that are read one by one."""
         self._name_files(prefix)
 
     def _place(self, owned: Sequence[Owned], alignment: int) -> list[ParameterEntry]:
@@ -133,7 +134,7 @@ class BlockState:
                 if one.captured.trained != trained:
                     continue
                 elements = one.captured.parameter.numel()
-                kind = one.captured.parameter.dtype if one.captured.as_stored else self.dtype
+                kind = _copy_dtype(one, self.dtype)
                 if not trained and self.computes_with_frozen_file:
                     offset = self.trained_copy_bytes + frozen_layout[f"{one.captured.name}/param"].offset
                     members.append(ParameterEntry(one, offset, -1, kind))
@@ -181,8 +182,9 @@ class BlockState:
             part = "" if count == 1 and not tile.is_split else f"{TILE}{tile.index}of{count}"
             tile.name = f"{prefix}{self.name}{part}" + (f"-{tile.digest()}" if prefix or part else "")
         frozen = self.frozen_file
-        changes = prefix or any(entry.dtype != "F32" for entry in frozen.entries)
+        changes = prefix or self.routed or any(entry.dtype != "F32" for entry in frozen.entries)
         frozen.name = f"{prefix}{self.name}{FROZEN}" + (f"-{frozen.digest()}" if changes else "")
+        self.expert_file.name = f"{prefix}{self.name}{EXPERTS}-{self.expert_file.digest()}"
 
     def _divide(self, rank: int, world_size: int, count: int) -> list[list[ParameterShard]]:
         """Divide the unit over the ranks, and return the fragments in each of the ``count`` tiles of this rank."""
@@ -263,7 +265,18 @@ class BlockState:
     @property
     def files(self) -> list[UnitFile]:
         """All files of the unit."""
-        return [*self.tiles, *([self.frozen_file] if self.frozen else [])]
+        return [*self.tiles, *self.frozen_files]
+
+    @property
+    def frozen_files(self) -> list[UnitFile]:
+        """The files of what never changes."""
+        frozen = [self.frozen_file] if self.frozen else []
+        return [*frozen, self.expert_file] if self.routed else frozen
+
+    @property
+    def all_members(self) -> list[ParameterEntry]:
+        """All parameters of the unit: those of the compute copy, and experts that are read one by one."""
+        return [*self.members, *self.routed]
 
     @property
     def elements(self) -> int:
@@ -367,6 +380,8 @@ class BlockState:
 
         ``copy`` is this rank's shard of it from the offset ``start`` on; the whole copy if None.
         """
+        if file is self.expert_file:
+            return
         for piece in file.pieces:
             self.piece_of_copy(copy, piece, start).copy_(copied(file.master(image, piece.name)))
 
@@ -453,6 +468,19 @@ def _ranges(starts: Sequence[int | None], stop: int) -> list[tuple[int, int]]:
         found.append((stop if start is None else start, stop))
         stop = found[-1][0]
     return found[::-1]
+
+
+def _copy_dtype(owned: Owned, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a parameter of a unit that computes in ``dtype`` is computed with."""
+    return owned.captured.parameter.dtype if owned.captured.as_stored else dtype
+
+
+def _frozen_entries(pieces: Sequence[ParameterShard]) -> list[PlacedEntry]:
+    """Return the tensor entries of fragments of frozen parameters."""
+    return [
+        _placed(TensorEntry(p.name, "param", p.shape, _stored_dtype(p.member.owned)), p.member.shape, p.box)
+        for p in pieces
+    ]
 
 
 def _stored_dtype(owned: Owned) -> str:

@@ -34,6 +34,7 @@ CROSSING = (
     "inputs",
     "kept inputs",
     "input gradients",
+    "experts",
 )
 """Kinds of buffers that a separate device copies from or to."""
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]

@@ -26,18 +26,20 @@ from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
 from ...store.format.file_names import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
 from .parameter_shards import ParameterShard
 
-TILE, FROZEN = ".tile", ".frozen"
-"""Parts of the names of files: of a tile of a state, and of frozen parameters."""
+TILE, FROZEN, EXPERTS = ".tile", ".frozen", ".experts"
+"""Parts of the names of files: of a tile of a state, of frozen parameters, and of frozen experts by themselves."""
 
 
 def unit_of(file_name: str) -> str:
     """Return the name of a file without the number of its tile, and without a digest.
 
-    >>> unit_of("layers.0.tile3of8-01234567"), unit_of("layers.0.frozen-01234567")
+    Frozen experts count as the frozen parameters of their block, of which they may be a part.
+
+    >>> unit_of("layers.0.tile3of8-01234567"), unit_of("layers.0.experts-01234567")
     ('layers.0', 'layers.0.frozen')
     """
     name = re.sub(rf"{re.escape(TILE)}\d+of\d+-[0-9a-f]{{8}}$", "", file_name)
-    return re.sub(rf"({re.escape(FROZEN)})-[0-9a-f]{{8}}$", r"\1", name)
+    return re.sub(rf"({re.escape(FROZEN)}|{re.escape(EXPERTS)})-[0-9a-f]{{8}}$", FROZEN, name)
 
 
 class PlacedEntry(NamedTuple):
@@ -155,6 +157,65 @@ class StateTile(UnitFile):
     def cuts(self) -> tuple[int, ...]:
         """Offsets in the file between which bytes are read by themselves."""
         return (self.high_start, self.high_start + self.copy_bytes) if self.is_split else ()
+
+
+class ExpertPart(NamedTuple):
+    """The rows of one parameter that one expert has: whole pages of a file, which begin ``skip`` bytes before them."""
+
+    name: str
+    start: int
+    stop: int
+    skip: int
+    nbytes: int
+    """Bytes of the rows."""
+
+
+class ExpertFile(UnitFile):
+    """The frozen experts of a block: parameters whose first dim counts experts, each of which is read by itself."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.entries[0].shape[0] if self.entries else 0
+
+    def parts(self, expert: int) -> list[ExpertPart]:
+        """Return where the file has the rows of ``expert``, of each parameter."""
+        found = []
+        for entry in self.entries:
+            place = self.layout[entry.key]
+            nbytes = place.nbytes // self.num_experts
+            begin = place.offset + expert * nbytes
+            start = begin // PAGE * PAGE
+            found.append(ExpertPart(entry.name, start, round_up(begin + nbytes), begin - start, nbytes))
+        return found
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Offsets in the file between which bytes are read by themselves."""
+        parts = (part for expert in range(self.num_experts) for part in self.parts(expert))
+        return tuple(sorted({offset for part in parts for offset in (part.start, part.stop)}))
+
+    def fill(self, values: Mapping[str, torch.Tensor], view: memoryview, start: int) -> None:
+        """Put the bytes of the file from ``start`` on into ``view``, of parameters with ``values`` by name.
+
+        Raises ``BadInput`` for a value that the file's dtype does not hold.
+        """
+        stop = start + len(view)
+        view[:] = bytes(len(view))
+        header = self.layout.header[start:stop]
+        view[: len(header)] = header
+        for entry in self.entries:
+            place = self.layout[entry.key]
+            first, last = max(place.offset, start), min(place.end, stop)
+            if first < last:
+                here = torch.frombuffer(view[first - start : last - start], dtype=FROM_NAME[entry.dtype])
+                done = (first - place.offset) // here.itemsize
+                copy_exactly(here, values[entry.name].reshape(-1)[done : done + len(here)], entry.name)
+
+    @property
+    def expert_bytes(self) -> int:
+        """The most bytes that are read for one expert."""
+        sizes = (sum(part.stop - part.start for part in self.parts(each)) for each in range(self.num_experts))
+        return max(sizes, default=0)
 
 
 def _split_layout(entries: Sequence[TensorEntry], alignment: int, master_bits: Mapping[str, int]) -> Layout:

@@ -5,7 +5,7 @@ parameters on ``meta`` and read other memory, and gradients would be lost.
 These objects therefore raise an error with the parameter's name:
 
 1. Stand-ins, which the places in the modules hold in a step or an evaluation while the unit does not compute. Their
-   device and dtype are those of the compute copy.
+   device and dtype are those of the compute copy. Those of experts that are read one by one stay while it computes.
 2. The script's own parameters, from the takeover of the model to its release. The places hold them between steps, and
    the optimizer's groups and the script's variables at all times. They are on ``meta``. They may be changed in place,
    which the next step refuses (``model_values``).
@@ -18,9 +18,10 @@ engine's runtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
 from ..memory.block_states import BlockState
+from ..memory.expert_reader import ExpertReader
 from ..memory.parameter_shards import ParameterEntry
 from .blocks import Blocks, install
 
@@ -106,6 +108,30 @@ class AbsentParameter(nn.Parameter):
         return f"AbsentParameter({self.absence.name}, {[*self.shape]}, {self.dtype})"
 
 
+class RoutedParameter(AbsentParameter):
+    """A parameter of experts: ``parameter[expert]`` has the rows of one expert, while its block computes."""
+
+    rows: Callable[[int], torch.Tensor | None]
+    """Returns the rows of an expert; None if they cannot be had now."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[0], cls):
+            expert = _whole_number(args[1])
+            rows = None if expert is None else args[0].rows(expert)
+            if rows is not None:
+                return rows
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _whole_number(index: Any) -> int | None:
+    """Return an index as a number, if it is one: not a slice, a mask or several."""
+    if isinstance(index, Tensor):
+        is_number = index.dim() == 0 and not (index.is_floating_point() or index.dtype == torch.bool)
+        return int(index) if is_number else None
+    return index if type(index) is int else None
+
+
 def _is_in_place(func: Any) -> bool:
     """Return whether a function of torch changes its first argument."""
     name = getattr(func, "__name__", "")
@@ -135,7 +161,12 @@ class AbsentParameters:
     """The parameters of an engine's units while they are not in memory."""
 
     def __init__(
-        self, units: Sequence[BlockState], resident: BlockState, blocks: Blocks, device: torch.device
+        self,
+        units: Sequence[BlockState],
+        resident: BlockState,
+        blocks: Blocks,
+        device: torch.device,
+        experts: ExpertReader,
     ) -> None:
         """Make the stand-ins.
 
@@ -144,16 +175,19 @@ class AbsentParameters:
             resident: The unit that stays on the device.
             blocks: The blocks of the model.
             device: The device that computes.
+            experts: The reader of experts that are read one by one.
         """
         self._place = Place()
         self._units, self._last = units, len(blocks.modules) - 1
-        self._streamed = [member for unit in units for member in unit.members]
+        self._streamed = [member for unit in units for member in unit.all_members]
         self._members = [*self._streamed, *resident.members]
         self._absences = {m.name: Absence(m.name, _OF_RESIDENT, self._place) for m in resident.members}
         for number, unit in enumerate(units):
             is_block = blocks.embeddings <= number <= self._last
             why = _OF_BLOCK.format(unit=unit.name) if is_block else _OF_ENDS
             self._absences |= {m.name: Absence(m.name, why, self._place) for m in unit.members}
+            why = _OF_EXPERTS.format(unit=unit.name)
+            self._absences |= {m.name: Absence(m.name, why, self._place) for m in unit.routed}
         dtypes = {member.copy_dtype for member in self._streamed}
         memory = {dtype: _no_value(dtype, device) for dtype in dtypes}
         self._stand_ins: dict[str, nn.Parameter] = {}
@@ -161,6 +195,11 @@ class AbsentParameters:
             made = nn.Parameter(memory[member.copy_dtype].expand(member.shape), member.trained)
             AbsentParameter.make_absent(made, self._absences[member.name])
             self._stand_ins[member.name] = made
+        for number, unit in enumerate(units):
+            for member in unit.routed:
+                made = self._stand_ins[member.name]
+                RoutedParameter.make_absent(made, self._absences[member.name])
+                made.__dict__["rows"] = partial(experts.rows, number, member.name)
         self._turned: list[tuple[nn.Parameter, type]] = []
 
     # Where the model's code is
@@ -233,6 +272,10 @@ def _no_value(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 _OF_BLOCK = (
     "its values are on the device only while {unit} computes. Use it in that block, whose output can bring the result"
     " along, or leave the block out of blocks=, and it stays on the device."
+)
+_OF_EXPERTS = (
+    "its experts are read one by one, where {unit} takes parameter[expert]. Leave expert_slots out of the placement,"
+    " and the block has all of its experts while it computes."
 )
 _OF_ENDS = (
     "a streamed embedding is used by one call before the blocks, and what is registered after the blocks is used after"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .absent_parameters import AS_TENSORS
 from .boundaries import Boundary, Graph
 from .microbatches import casts
 
@@ -57,7 +58,8 @@ class GraphGauge:
         outside = [*module.parameters(), *module.buffers(), *inputs]
         nodes = [root.node for root in graph.roots if root is not None]
         try:
-            places = {_place(t) for t in outside if isinstance(t, torch.Tensor)}
+            with AS_TENSORS():  # experts may be absent
+                places = {_place(t) for t in outside if isinstance(t, torch.Tensor)}
             held[boundary.block] = held_bytes(nodes, places)
         except RuntimeError:  # of tensors without a storage, such as sparse ones
             held[boundary.block] = NOT_MEASURABLE

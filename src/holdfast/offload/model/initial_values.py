@@ -42,7 +42,7 @@ def initial_values(
     holds parameters does, so that the values do not depend on which unit they belong to. Raises ``ModelNotSupported``
     for a parameter that nothing initialises.
     """
-    members = [member for member in unit.members if member.name not in known]
+    members = [member for member in unit.all_members if member.name not in known]
     originals = {m.name: m.owned.captured.parameter for m in members}
     lacking = [m.name for m in members if m.owned.captured.as_stored and originals[m.name].is_meta]
     if lacking:

@@ -20,13 +20,15 @@ from ...optim.host_optimizer import HELPER_BYTES, SLICE_HELPER_BYTES, HostOptimi
 from ...optim.mezo import MeZO
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
-from ...schedule.work import BlockWork, TileWork, Work
+from ...schedule.work import EXPERTS_AHEAD, BlockWork, TileWork, Work
 from ...state.capture import Captured, CapturedParameter, buffer_at, capture
 from ...state.layout.overlaps import Key, key_names, overlaps
+from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
 from ..setup.block_measurement import MeasuredBlocks
 from .blocks import Blocks, find_blocks, owned_parameters, with_embedding_and_head
+from .routed_experts import routed_parameters
 
 RESIDENT, REST = "resident", "rest"
 """Names of the unit with what lies outside of the blocks: with embedding and head, and without."""
@@ -45,6 +47,8 @@ class ModelParts:
     captured: Captured
     rank: int = 0
     world_size: int = 1
+    expert_slots: int = 0
+    """Number of experts that are in memory at once; 0 if blocks have all of theirs."""
 
     @classmethod
     def of(
@@ -56,12 +60,13 @@ class ModelParts:
         ranks: Ranks | None = None,
         stored: Callable[[CapturedParameter], torch.dtype | None] = lambda _: None,
         streams_all: bool = False,
+        expert_slots: int | None = None,
     ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
-        With ``streams_all``, embedding and head are units like blocks. ``stored`` returns the dtype in which the values
-        of a parameter on ``meta`` are stored, if that is known. Raises ``ModelNotSupported``,
-        ``OptimizerNotSupported`` or ``BadInput``.
+        With ``streams_all``, embedding and head are units like blocks. With ``expert_slots``, frozen experts are read
+        one by one. ``stored`` returns the dtype in which the values of a parameter on ``meta`` are stored, if that is
+        known. Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
             raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -77,10 +82,11 @@ class ModelParts:
         _check_memory(captured)
         by_block, resident = owned_parameters(model, captured, blocks)
         host, ranks = HostOptimizer(optimizer), ranks or Ranks()
+        routed = routed_parameters(blocks, by_block) if expert_slots else [set()] * len(by_block)
         place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "prefix": ranks.prefix}
         units = [
-            BlockState(name, owned, host, DTYPES[dtype], **place, may_split=True)
-            for name, owned in zip(blocks.unit_names, by_block, strict=True)
+            BlockState(name, owned, host, DTYPES[dtype], **place, may_split=True, routed=names)
+            for name, owned, names in zip(blocks.unit_names, by_block, routed, strict=True)
         ]
         for unit in units:
             if not unit.members:
@@ -98,7 +104,9 @@ class ModelParts:
         )
         for unit in (*units, rest):
             _check_layouts(unit, host, ranks)
-        return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
+        return cls(
+            model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size, expert_slots or 0
+        )
 
     def unsharded(self) -> ModelParts:
         """Return the description that one process by itself would have."""
@@ -173,8 +181,22 @@ class ModelParts:
             workspace_bytes=measured.block_bytes + max(extra) if measured else 0,
             update_bytes=self._update_bytes(update_workers, guesses) + update_workers * helper_bytes,
             head_flop=measured.head_flop if measured else 0.0,
+            **self._expert_memory(unified),
             unified=unified,
         )
+
+    def _expert_memory(self, unified: bool) -> dict[str, int]:
+        """Return the sizes of the experts in memory, as ``Work`` has them."""
+        files = [unit.expert_file for unit in self.units if unit.routed]
+        stored = max((file.expert_bytes for file in files), default=0)
+        cast = max((_cast_expert_bytes(unit) for unit in self.units), default=0)
+        slots = min(self.expert_slots, sum(file.num_experts for file in files))
+        ahead = min(slots, 1 + EXPERTS_AHEAD) if cast or not unified else 0
+        return {
+            "expert_bytes": slots * max(stored, cast),
+            "expert_staging_bytes": ahead * stored,
+            "expert_setup_bytes": max((file.layout.file_bytes for file in files), default=0),
+        }
 
     def _extra_workspaces(self, measured: MeasuredBlocks) -> list[int]:
         """Return the bytes that computing each unit takes beyond what a repeated block takes.
@@ -217,6 +239,15 @@ class ModelParts:
         if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
             return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
         return {"version": 1, "atoms": atoms}
+
+
+def _cast_expert_bytes(unit: BlockState) -> int:
+    """Return the bytes of one expert in the dtype that it is computed in; 0 if it is stored in that dtype."""
+    layout = unit.expert_file.layout
+    pairs = [(member, layout[f"{member.name}/param"]) for member in unit.routed]
+    if all(TO_NAME[member.copy_dtype] == place.dtype for member, place in pairs):
+        return 0
+    return sum(member.elements * member.copy_dtype.itemsize // member.shape[0] for member, _ in pairs)
 
 
 def ties_streamed(optimizer: torch.optim.Optimizer) -> bool:

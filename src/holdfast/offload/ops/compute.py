@@ -71,7 +71,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
             del batch.boundaries[block]
             args, kwargs, _ = boundary.inputs()
             _enter(run, step, m, block)
-            with autocast_as(boundary.autocast), callers_default():
+            with autocast_as(boundary.autocast), callers_default(), run.experts.computing(block):
                 output = run.patch.forwards[block](*args, **kwargs)
             _deliver(run, step, m, boundary, output)
         if block == len(run.blocks) - 1:
@@ -244,6 +244,7 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
         _drawing_nothing(run, step, boundary.block),
         autocast_as(boundary.autocast),
         callers_default(),
+        run.experts.computing(boundary.block),
     ):
         output = run.patch.forwards[boundary.block](*args, **kwargs)
     watch.refuse_changes(run.blocks[boundary.block].name)

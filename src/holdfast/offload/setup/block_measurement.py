@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ModelNotSupported
 from ...state.capture import AS_STORED
-from ..model.blocks import Blocks, Patch
+from ..model.blocks import Blocks, Patch, configurations
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
 from ..model.microbatches import extract_loss, module_call
 
@@ -254,7 +254,7 @@ def _trace(
     fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
     is_chunked = loss_fn is None and has_ordinary_loss(model)
     head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()
-    with fake, restored(model), fakes, probe.patch.applied(), head:
+    with fake, restored(model), _experts_together(model), fakes, probe.patch.applied(), head:
         bytes_.known |= {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
@@ -278,6 +278,20 @@ def _trace(
         block_flop=float(probe.block_flop),
         head_flop=float(max(head_flop, 0)),
     )
+
+
+@contextmanager
+def _experts_together(model: nn.Module) -> Iterator[None]:
+    """Have experts of transformers computed together inside the context: a loop over some of them cannot be traced."""
+    name = "_experts_implementation_internal"
+    found = [config for _, config in configurations(model) if getattr(config, name, None) == "eager"]
+    for config in found:
+        setattr(config, name, "grouped_mm")
+    try:
+        yield
+    finally:
+        for config in found:
+            setattr(config, name, "eager")
 
 
 @contextmanager

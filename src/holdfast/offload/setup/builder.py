@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate, count
 
 import torch
@@ -27,7 +28,7 @@ from ..memory.block_states import BlockState, as_tensor
 from ..memory.device import Device
 from ..memory.residency import Residency
 from ..memory.transfer_pool import CROSSING
-from ..memory.unit_files import StateTile, UnitFile
+from ..memory.unit_files import ExpertFile, StateTile, UnitFile
 from ..mezo_engine import ZerothOrderState
 from ..model.blocks import Patch
 from ..model.initial_values import Init, initial_values
@@ -54,8 +55,8 @@ def stored_units(
         for file in unit.files:
             reference = references.get(file.name)
             folder = HOME if reference is not None else drives.folders_of.get(file.name, HOME)
-            copies = 1 if file is unit.frozen_file else store.retain + store.spare
-            cuts = file.cuts if isinstance(file, StateTile) else ()
+            copies = store.retain + store.spare if isinstance(file, StateTile) else 1
+            cuts = file.cuts if isinstance(file, (StateTile, ExpertFile)) else ()
             found[file.name] = store.unit(file.name, file.layout, copies, folder, cuts, reference)
     return found
 
@@ -108,6 +109,7 @@ def build(
             resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
             parameter_order=[parameter.name for parameter in parts.captured.parameters],
             zeroth=None if parts.optimizer.takes_gradients else ZerothOrderState(),
+            expert_slots=parts.expert_slots,
         )
         undo.pop_all()
     return run
@@ -167,6 +169,8 @@ def _fill_with_values(run: Runtime, block: int, init: Init | None, beginning: St
         _write(run, file.name, image)
 
     _fill_unit(run, block, begin)
+    if unit.routed:
+        _write_experts(run, unit.expert_file, values)
 
 
 def _write_existing_state(
@@ -183,7 +187,7 @@ def _write_existing_state(
 
 
 def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None]) -> None:
-    """Have each file's image of a unit filled by ``fill``, and derive the unit's compute copy.
+    """Have each file's image of a unit filled by ``fill``, except for experts, and derive the unit's compute copy.
 
     The copy goes where the device will read it. A state image is allocated where it will stay, and released where it
     does not.
@@ -192,7 +196,7 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
     stays = run.state_stays(block)
     copy = None if is_resident else pool.take(unit.share_copy_bytes, "parameters")
     target, start = (run.resident_copy, None) if copy is None else (as_tensor(copy), 0)
-    for file in unit.files:
+    for file in (file for file in unit.files if file is not unit.expert_file):
         kind = "frozen parameters"
         if isinstance(file, StateTile):
             kind = "resident state" if is_resident and stays else "optimizer state"
@@ -235,10 +239,10 @@ def _values(
     if run.fellows.rank == 0:
         values = _own_values(run, unit, init, beginning)
     else:
-        values = {m.name: torch.empty(m.shape, dtype=m.value_dtype) for m in unit.members}
+        values = {m.name: torch.empty(m.shape, dtype=m.value_dtype) for m in unit.all_members}
     if run.fellows.alone:
         return values
-    values = {member.name: values[member.name].to("cpu", member.value_dtype) for member in unit.members}
+    values = {member.name: values[member.name].to("cpu", member.value_dtype) for member in unit.all_members}
     run.fellows.from_first(list(values.values()))
     return values
 
@@ -250,7 +254,7 @@ def _own_values(
     by_module = unit not in run.blocks[blocks.embeddings : len(blocks.modules)]
     if beginning is None:
         return initial_values(run.model, unit, init, run.seed, by_module=by_module)
-    there = {member.name: beginning.parameter(member.name) for member in unit.members}
+    there = {member.name: beginning.parameter(member.name) for member in unit.all_members}
     found = {name: value for name, value in there.items() if value is not None}
     if len(found) == len(there):
         return found
@@ -271,6 +275,8 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
 
     for block in range(len(run.units)):
         _fill_unit(run, block, read)
+        if run.units[block].routed:
+            _find_experts(run, recut, run.units[block].expert_file)
 
 
 def _fill_image(run: Runtime, recut: ReshardedCommit, file: UnitFile, image: Buffer) -> None:
@@ -287,6 +293,38 @@ def _fill_image(run: Runtime, recut: ReshardedCommit, file: UnitFile, image: Buf
         raise other_layout(ref.path)
     files.keep_reference()
     run.newest[name] = StoredBlock(generation, ref.checksums)
+
+
+def _write_experts(run: Runtime, file: ExpertFile, values: dict[str, torch.Tensor]) -> None:
+    """Write the file of the experts of a block by pieces, with ``values`` by name; or find where it refers to."""
+    files = run.stored[file.name]
+    if files.reference is not None:
+        image = run.residency.pool.take(file.layout.file_bytes, "frozen parameters")
+        file.fill(values, image.view, 0)
+        _write(run, file.name, image)
+        run.residency.pool.drop(image)
+        return
+    generation = files.acquire()
+    checksums = files.write_through(
+        generation, partial(file.fill, values), kind="state", phase="setup", priority=0
+    )
+    run.newest[file.name] = StoredBlock(generation, checksums)
+
+
+def _find_experts(run: Runtime, recut: ReshardedCommit, file: ExpertFile) -> None:
+    """Verify the file of the experts of a block by pieces; or write it, if experts came with their block before."""
+    files = run.stored[file.name]
+    ref = recut.file(file.name, True, files.is_mine)
+    if ref is None or not files.is_mine(ref.path):
+        image = run.residency.pool.take(file.layout.file_bytes, "frozen parameters")
+        recut.fill(image, file)
+        _write(run, file.name, image)
+        run.residency.pool.drop(image)
+        return
+    generation = files.generation_of(ref.path)
+    files.verify_through(generation, ref.checksums, kind="state", phase="setup", priority=0)
+    files.keep_reference()
+    run.newest[file.name] = StoredBlock(generation, ref.checksums)
 
 
 def _write(run: Runtime, name: str, image: Buffer) -> None:

@@ -227,6 +227,7 @@ def check_zeroth(
         ("schedule", schedule, ("vertical",), "it has a schedule of its own, of forward passes alone"),
         ("order", order, ("plain",), "nothing flows back through the blocks"),
         ("delayed_fraction", placement.delayed_fraction, (None, "auto"), waits),
+        ("expert_slots", placement.expert_slots, (None,), "a pass computes a whole block twice"),
         ("recomputed_fraction", placement.recomputed_fraction, (None, "auto", 1, 1.0), forward_only),
         ("clipping: norm", clipping.norm, (None,), no_norm),
         ("clipping: mode", clipping.mode, ("auto", "defer"), no_norm),

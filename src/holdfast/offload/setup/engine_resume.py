@@ -155,7 +155,7 @@ def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> Non
     """Raise ``RunMismatch`` naming the first tensor entry in which the run differs from the model."""
     theirs = store.atoms(manifest)
     ours = parts.index()["atoms"]
-    frozen = {f"{member.name}/param" for unit in parts.all_units for member in unit.frozen}
+    frozen = {f"{member.name}/param" for unit in parts.all_units for member in (*unit.frozen, *unit.routed)}
     for key in [*ours, *theirs]:
         there, here = (_sort(atoms.get(key), key in frozen) for atoms in (theirs, ours))
         if there != here:

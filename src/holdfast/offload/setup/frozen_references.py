@@ -44,10 +44,11 @@ def frozen_references(
     is_given = is_folder and (wanted or bool(lost))
     places = _places_of(source, parts, bool(lost or there)) if is_given else _places_in(there)
     found: dict[str, Reference] = {}
-    for unit in parts.all_units if wanted and alone else ():
-        reference = Reference.of(unit.frozen_file.layout, places) if unit.frozen else None
+    files = [file for unit in parts.all_units for file in unit.frozen_files]
+    for file in files if wanted and alone else ():
+        reference = Reference.of(file.layout, places)
         if reference is not None:
-            found[unit.frozen_file.name] = reference
+            found[file.name] = reference
     for path, held in there.items():
         moved = Reference.of(held.layout, places)
         if moved is not None:
@@ -61,7 +62,9 @@ def _warn_of_copies(
     parts: ModelParts, found: Mapping[str, Reference], before: set[str], *, wanted: bool, alone: bool
 ) -> None:
     """Warn about the frozen weights that are copied although they could be, or were, read from a folder."""
-    copied = [unit.name for unit in parts.all_units if unit.frozen and unit.frozen_file.name not in found]
+    copied = [
+        unit.name for unit in parts.all_units if any(file.name not in found for file in unit.frozen_files)
+    ]
     if not copied:
         return
     if alone and not wanted:

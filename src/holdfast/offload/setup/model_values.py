@@ -95,7 +95,7 @@ def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
             raw = reader.read_atom(manifest, atom)
             return torch.frombuffer(raw, dtype=FROM_NAME[atom["dtype"]]).view(atom["shape"])
 
-        packed = {m.name for unit in run.units for m in unit.members if m.owned.captured.as_stored}
+        packed = {m.name for unit in run.units for m in unit.all_members if m.owned.captured.as_stored}
         read = {name: value(name, "param") for name in names}
         found = {name: each if name in packed else each.float() for name, each in read.items()}
         for name in groups.keys() & names:  # of MeZO: the last step is not in the files yet
@@ -114,7 +114,7 @@ class ExternalEdits:
         self._held: list[tuple[str, Owned, nn.Parameter]] = [
             (m.name, m.owned, leaves.get(m.name, m.owned.captured.parameter))
             for unit in run.units
-            for m in unit.members
+            for m in unit.all_members
         ]
         with AS_TENSORS():
             self._memory = [parameter.data for _, _, parameter in self._held]
@@ -185,10 +185,9 @@ def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 
 def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     unit = run.units[block]
-    if not unit.frozen:
-        return {}
-    values = _empty(unit.frozen)
-    _copy_values(run, unit.frozen_file, values)
+    values = _empty([*unit.frozen, *unit.routed])
+    for file in unit.frozen_files:
+        _copy_values(run, file, values)
     return _gathered(run, unit, values)
 
 
@@ -292,7 +291,7 @@ class HeldModel:
     def release(self) -> None:
         """Put the model's own parameters and buffers back in their places."""
         for unit in self._run.units:
-            for member in unit.members:
+            for member in unit.all_members:
                 install(member.owned, member.owned.captured.parameter)
         self._run.absent.allow_own()
         self._homes.give_back_buffers()

@@ -108,7 +108,7 @@ def preflight_of(
         device_bytes_predicted=plan.device_bytes,
         device_budget=None if plan.work.unified else budget.device_bytes(),
         block_names=parts.blocks.names,
-        streamed_parameters=sum(m.owned.captured.weights for unit in parts.units for m in unit.members),
+        streamed_parameters=sum(m.owned.captured.weights for unit in parts.units for m in unit.all_members),
         prediction=plan.prediction,
         plan=plan.line,
     )

@@ -133,7 +133,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         check_stateful(given.scheduler, given.loader)
         check_budget(given.budget)
         check_source(given.source)
-        refuse_alone_only(fellows, given.schedule)
+        refuse_alone_only(fellows, given.schedule, given.placement.expert_slots)
         check_sample(given.sample)
         if given.disk is None:
             check_place(given.place)
@@ -173,7 +173,7 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
         def planned(rules: StepRules) -> RunPlan:
             return make_plan(
                 parts, device, given.schedule, _usual_shape(given, rules), budget, given.sample, given.loss_fn,
-                Wanted.of(given.placement, given.budget == "auto", by_rates=fellows.alone and given.schedule != ZEROTH),
+                Wanted.of(given.placement, given.budget == "auto", by_rates=_knows_reads(given, fellows)),
                 Planner(given.place, durability.commit_every, io.limits, given.say, drives.speed_up),
                 io.update_workers,
             )  # fmt: skip
@@ -274,6 +274,11 @@ def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -
     return replace(mine, plan=plan, drives=drives)
 
 
+def _knows_reads(given: Arguments, fellows: DataParallelGroup) -> bool:
+    """Return whether this process plans alone and knows the reads of a step: those of experts depend on the text."""
+    return fellows.alone and given.schedule != ZEROTH and given.placement.expert_slots is None
+
+
 def _leaves_all_open(given: Arguments) -> bool:
     """Return whether nothing was given that says how much memory a run of training steps may take."""
     stated = [given.budget, given.sample, *given.placement.fractions.values()]
@@ -293,6 +298,7 @@ def _examined(given: Arguments, ranks: Ranks, run: RunContents | None, streams_a
         ranks,
         _stored_dtypes(given, run),
         streams_all,
+        given.placement.expert_slots,
     )
     check_compiled(given.model, parts.blocks)
     check_recorded(given.model, parts.blocks)

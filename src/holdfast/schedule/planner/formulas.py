@@ -67,9 +67,9 @@ def forward(s: Setting) -> Phase:
     return Phase(
         compute_seconds=passes * m * s.forward_seconds,
         updated_elements=delayed * s.elements,
-        up=Affine(passes * ((m - snake) * size + s.param_bytes)),
+        up=Affine(passes * ((m - snake) * size + s.param_bytes + s.model.routed.reads(m)[0])),
         down=Affine(m * size),
-        read=passes * again * params
+        read=passes * (again * params + s.model.routed.reads(m)[0])
         + delayed * (_read_by_update(s, state, _copies_alone(s)) + on_ssd(s, "gradients")),
         written=written
         + (_each_commit(s) if s.saving.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
@@ -85,11 +85,15 @@ def backward(s: Setting) -> Phase:
         compute_seconds=m * s.backward_seconds,
         updated_elements=now * s.elements,
         up=Affine(
-            (2 * m - snake) * size + s.param_bytes + (s.tied_param_bytes + s.tied_grad_bytes) / s.blocks
+            (2 * m - snake) * size
+            + s.param_bytes
+            + s.model.routed.reads(m)[1]
+            + (s.tied_param_bytes + s.tied_grad_bytes) / s.blocks
         ),
         down=Affine((m - snake) * size + s.grad_bytes + s.tied_grad_bytes / s.blocks),
         read=_forward_passes(s) * _spilled(s)
         + params
+        + s.model.routed.reads(m)[1]
         + s.tied_param_bytes / s.blocks * (1 - Affine.of("params"))
         + now * _read_by_update(s, state, has_copy),
         written=now * (_updated(s) + _stored(s, state)) + waiting(s) * on_ssd(s, "gradients"),
@@ -180,7 +184,7 @@ def device_bytes(s: Setting) -> float:
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.frozen_resident_bytes
     block = DEVICE_SLOTS * s.largest_param_bytes + s.saving.grad_slots * s.largest_grad_bytes
     block += s.tied_param_bytes + s.tied_grad_bytes
-    return block + inputs + resident + s.workspace_bytes
+    return block + inputs + resident + s.workspace_bytes + s.slot_bytes
 
 
 def ssd_bytes(s: Setting) -> Affine:
@@ -192,7 +196,9 @@ def ssd_bytes(s: Setting) -> Affine:
     files = method.retain + (1 if method.commit_every == 1 else 2)
     state = s.blocks * on_ssd(s, "optimizer") if method.retain == 0 else Affine(files * _all_state_bytes(s))
     waits = waiting(s) * s.blocks * on_ssd(s, "gradients")
-    frozen = s.blocks * s.model.frozen_block_bytes + s.frozen_resident_bytes
+    routed = s.model.routed
+    block = s.model.frozen_block_bytes + routed.count * routed.nbytes
+    frozen = s.blocks * block + s.frozen_resident_bytes
     return state + s.blocks * (_updated(s) + _spilled(s)) + waits + frozen
 
 
@@ -210,15 +216,22 @@ def read_bytes(s: Setting) -> Affine:
 
 def frozen_moved_bytes(s: Setting) -> float:
     """Return the bytes of the blocks' frozen parameters that the passes of one step bring to the device."""
-    return s.blocks * (_forward_passes(s) + 1) * s.model.frozen_block_bytes
+    return s.blocks * (_forward_passes(s) + 1) * s.model.frozen_block_bytes + _routed_bytes(s)
 
 
 def frozen_read_bytes(s: Setting) -> Affine:
     """Return the bytes of the blocks' frozen parameters that one step reads from the SSDs."""
-    return frozen_moved_bytes(s) * (1 - Affine.of("params"))
+    routed = _routed_bytes(s)
+    return (frozen_moved_bytes(s) - routed) * (1 - Affine.of("params")) + routed
 
 
 # -- helpers ----------------------------------------------------------------------------------------
+
+
+def _routed_bytes(s: Setting) -> float:
+    """Return the bytes of experts that one step reads one by one, at worst."""
+    forward, backward = s.model.routed.reads(s.micro_batches)
+    return s.blocks * (_forward_passes(s) * forward + backward)
 
 
 def _forward_passes(s: Setting) -> float:
@@ -285,7 +298,7 @@ def _host_bytes(s: Setting) -> Affine:
         + s.saving.grad_slots * s.largest_grad_bytes
         + s.tied_grad_bytes * (1 - waiting(s) * Affine.of("gradients"))
         + resident
-        + (s.workspace_bytes if shares else 0)
+        + (s.workspace_bytes + s.slot_bytes if shares else s.slot_staging_bytes)
         + PROCESS_BYTES
     )
 

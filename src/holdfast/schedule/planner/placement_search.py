@@ -20,7 +20,7 @@ from math import floor
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
-from ...profiles import MachineProfile
+from ...profiles import MachineProfile, RoutedExperts
 from ...quantities import GiB
 from ..horizontal import horizontal
 from ..memory_use import MakesOps, Memory, predict
@@ -401,6 +401,11 @@ class MeasuredModel:
     def frozen_block_bytes(self) -> int:
         parameters = round(self._mean("param_bytes") / self.param_bytes_each)
         return (parameters - self.trained_block_parameters) * self.param_bytes_each
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """None: which are read is not known, and no proposal counts them."""
+        return RoutedExperts()
 
     @property
     def resident_parameters(self) -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, Protocol
 
-from ...profiles import MachineProfile
-from ..work import CLIPPING, FASTEST, ClippingMode, MemorySaving, tile_count
+from ...profiles import MachineProfile, RoutedExperts
+from ..work import CLIPPING, EXPERTS_AHEAD, FASTEST, ClippingMode, MemorySaving, tile_count
 
 CARRY_BYTES = 1 / 8
 """Bytes of the carry of one master in parts."""
@@ -209,6 +209,18 @@ class Setting:
         return 0 if self.method.paper else self.model.resident_parameters - self.num_tables * self.tables
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of the experts that are on the device at once, where they are read one by one."""
+        routed = self.model.routed
+        return min(routed.slots, routed.count * self.blocks) * routed.nbytes
+
+    @property
+    def slot_staging_bytes(self) -> int:
+        """Bytes of host memory that experts take on their way to a separate device."""
+        routed, shares = self.model.routed, self.machine.device_shares_host
+        return 0 if shares else min(routed.slots, 1 + EXPERTS_AHEAD) * routed.nbytes
+
+    @property
     def frozen_resident_bytes(self) -> int:
         """Bytes of the frozen parameters of the prologue and epilogue, which stay."""
         return 0 if self.method.paper else self.model.frozen_resident_bytes
@@ -256,6 +268,11 @@ class PlannedModel(Protocol):
     @property
     def frozen_block_bytes(self) -> int:
         """Bytes of the frozen parameters of one block, as they are stored and read."""
+        ...
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """The experts of one block that are read one by one, besides ``frozen_block_bytes``."""
         ...
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
@@ -77,6 +78,7 @@ class Generations:
         self._disk, self._queue, self._direct = disk, queue, direct
         self._retained, self._way_out, self._check_writer = retained, way_out, check_writer
         self._spans = list(block_spans(layout.file_bytes))
+        cuts = sorted(set(cuts))
         self._pieces = [_cut(start, stop, cuts) for start, stop in self._spans]
         """The ranges of each checksum block that can be read by themselves; one for most."""
         self._digests: dict[int, dict[int, str]] = {}
@@ -303,7 +305,8 @@ class Generations:
                     futures[block - PIECES].result()
                 view = buffers[block % PIECES].view[: stop - start]
                 fill(view, start)
-                request = Request(file, view, start, True, partial(_digest_into, checksums, block, view))
+                digest = partial(self._digest, generation, checksums, block, view)
+                request = Request(file, view, start, True, digest)
                 futures.append(self._queue.submit([request], kind=kind, phase=phase, priority=priority))
                 beat()
             for future in futures:
@@ -347,6 +350,31 @@ class Generations:
         ]
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 
+    def verify_through(
+        self, generation: int, checksums: tuple[str, ...], *, kind: str, phase: str, priority: int
+    ) -> None:
+        """Verify a file whose image is nowhere in memory as a whole. Its parts can be read by themselves from then on.
+
+        Raises as ``read`` does.
+        """
+        file, futures = self._file(generation), []
+        buffers = [Buffer(min(CHECKSUM_BLOCK, self.layout.file_bytes), "state") for _ in self._spans[:PIECES]]
+        try:
+            for block, (start, stop) in enumerate(self._spans):
+                if block >= PIECES:
+                    futures[block - PIECES].result()
+                view = buffers[block % PIECES].view[: stop - start]
+                check = partial(self._verify_block, generation, block, view, checksums[block])
+                request = Request(file, view, start, False, after=check)
+                futures.append(self._queue.submit([request], kind=kind, phase=phase, priority=priority))
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.exception()
+            for buffer in buffers:
+                buffer.free()
+
     def verify(self, generation: int, image: memoryview, checksums: tuple[str, ...], start: int) -> None:
         """Verify that ``image`` has the bytes of a part of the file from ``start`` on, as ``read`` would.
 
@@ -367,7 +395,8 @@ class Generations:
         Raises ``ValueError`` if they are not all known.
         """
         last, checks = first + len(image), []
-        for block, (begin, end) in enumerate(self._spans):
+        for block in range(first // CHECKSUM_BLOCK, min(-(-last // CHECKSUM_BLOCK), len(self._spans))):
+            begin, end = self._spans[block]
             if first <= begin and end <= last:
                 view = image[begin - first : end - first]
                 check = partial(self._verify_block, generation, block, view, checksums[block])
@@ -554,13 +583,9 @@ def name_atoms(atoms: Collection[str]) -> str:
 
 
 def _cut(start: int, stop: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges into which ``cuts`` divide the one from ``start`` to ``stop``.
+    """Return the ranges into which ``cuts``, in ascending order, divide the one from ``start`` to ``stop``.
 
     >>> _cut(0, 8, [4, 12])
     [(0, 4), (4, 8)]
     """
-    return [*pairwise([start, *sorted({cut for cut in cuts if start < cut < stop}), stop])]
-
-
-def _digest_into(checksums: list[str], block: int, view: memoryview) -> None:
-    checksums[block] = xxhash.xxh3_64_hexdigest(view)
+    return [*pairwise([start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop])]

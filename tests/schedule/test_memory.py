@@ -210,12 +210,14 @@ def test_what_stays_is_counted_where_it_lies():
         activations=(True,) * 3,
         gradients=(True,) * 3,
     )
-    work = replace(uneven(3, unified=False), update_bytes=5003)
+    work = replace(uneven(3, unified=False), update_bytes=5003, expert_bytes=8009, expert_staging_bytes=4001)
     assert resident(work, placement) == {
         ("host", "updates"): 5003,
         ("host", "resident_state"): 66001,
         ("host", "params_on_host"): 20011 + 20211,
         ("host", "optimizer_on_host"): 120011 + 103,
+        ("host", "expert_staging"): 4001,
+        ("device", "experts"): 8009,
         ("device", "resident_working_copy"): 11003,
         ("device", "resident_sums"): 22003,
         ("device", "workspace"): 9001,

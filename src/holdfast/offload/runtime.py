@@ -29,6 +29,7 @@ from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
 from .memory.expert_reader import ExpertReader
+from .memory.graph_sizes import GraphGauge
 from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, ParameterSamples, Residency
 from .mezo_engine import ZerothOrderState
@@ -36,7 +37,6 @@ from .model.absent_parameters import AbsentParameters
 from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
-from .model.graph_sizes import GraphGauge
 from .model.microbatches import Coroutine
 
 

@@ -36,7 +36,7 @@ from ..measure.machine_probe import free_host_bytes
 from ..quantities import round_up
 from ..schedule.memory_use import largest_fitting, predict
 from ..schedule.work import ClippingMode, Work
-from .model.graph_sizes import GraphGauge, GraphSizes
+from .memory.graph_sizes import GraphGauge, GraphSizes
 from .model.microbatches import OwnCall
 from .runtime import Runtime, Step
 from .setup.process_settings import most_process_bytes, process_bytes

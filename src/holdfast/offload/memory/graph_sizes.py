@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .absent_parameters import AS_TENSORS
-from .boundaries import Boundary, Graph
-from .microbatches import casts
+from ..model.absent_parameters import AS_TENSORS
+from ..model.boundaries import Boundary, Graph
+from ..model.microbatches import casts
 
 SAVED = "_raw_saved_"
 """Prefix of the attributes of a node that hold what it has saved, without unpacking it."""

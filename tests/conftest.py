@@ -16,6 +16,7 @@ from killed import kill
 from matrix.cells import told
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
 with suppress(ImportError):  # the environments of the peers have no hypothesis
     from hypothesis import settings

@@ -34,7 +34,7 @@ from ..shared.position import Batches
 from .loop_step import LoopStep
 from .model_calls import ModelCall
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
-from .script_model import left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
+from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 
 
 class OffloadedLoop:
@@ -111,7 +111,7 @@ class OffloadedLoop:
         if isinstance(optimizer, MeZO):
             raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
-        vars(optimizer)["zero_grad"] = MethodType(_nothing, optimizer)
+        vars(optimizer)["zero_grad"] = MethodType(do_nothing, optimizer)
         usual: dict[str, Any] = {
             "device": str(self._accelerator.device),
             "precision": precision_of(self.model, mixed=self._accelerator.mixed_precision == "bf16"),
@@ -353,10 +353,6 @@ class _State:
         self._batches.load_state_dict(state["batches"])
         for each, saved in zip(self._objects, state["objects"], strict=True):
             each.load_state_dict(saved)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Take the place of ``zero_grad``: the engine has the gradients."""
 
 
 def warn_of_save_state(run: Path) -> None:

@@ -31,7 +31,7 @@ from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 from ..trainer_run import Training
 from .preference_references import references, without_reference_flag
-from .script_model import precision_of
+from .script_model import do_nothing, left_to_the_engine, precision_of
 
 
 class OffloadedTraining(Training):
@@ -65,7 +65,7 @@ class OffloadedTraining(Training):
         assert trainer.model is not None
         self._watch_loader(loader)
         self._watch_attributes()
-        optimizer.step = MethodType(_left_to_the_engine, optimizer)
+        optimizer.step = MethodType(left_to_the_engine(do_nothing), optimizer)
         norm = trainer.args.max_grad_norm
         usual: dict[str, Any] = {
             "device": str(trainer.args.device),
@@ -214,10 +214,3 @@ def tensors_of(batch: Any) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
         return {}
     return {str(name): value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-
-
-def _left_to_the_engine(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
-    """Take the place of ``optimizer.step``: the engine has done it."""
-
-
-_left_to_the_engine._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule warns of a step of its own

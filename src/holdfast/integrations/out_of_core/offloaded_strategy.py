@@ -36,7 +36,7 @@ from ...optim.mezo import MeZO
 from ..lightning_fit import Fit, FitCallback
 from ..lightning_state import refuse_callbacks
 from ..shared.batches_ahead import BatchesAhead
-from .script_model import left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
+from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 from .shared_step import SharedStep
 
 GIVEN = ("model", "optimizer", "loader", "scheduler", "normalize", "loss_fn", "order", "clipping", "device")
@@ -170,8 +170,8 @@ class OffloadedFit(Fit):
         switch_off_checkpointing(module)
         clip = trainer.gradient_clip_val
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
-        vars(optimizer)["zero_grad"] = _nothing
-        self._put(trainer.precision_plugin, "clip_gradients", _nothing)
+        vars(optimizer)["zero_grad"] = do_nothing
+        self._put(trainer.precision_plugin, "clip_gradients", do_nothing)
         usual: dict[str, Any] = {
             "precision": precision_of(module, mixed=trainer.precision == "bf16-mixed"),
             "micro_batches": trainer.accumulate_grad_batches,
@@ -191,7 +191,7 @@ class OffloadedFit(Fit):
         engine.held.refuse_gradients(
             "give gradient_clip_val to the trainer, and leave out what changes gradients"
         )
-        self._put(module, "zero_grad", _nothing)
+        self._put(module, "zero_grad", do_nothing)
         return engine.resumed_from is not None
 
     def _grouped(self, loader: Any) -> Any:
@@ -316,10 +316,6 @@ class _Records:
         self._fit.abandon()
         if self._fit.engine is not None:
             self._fit.engine.give_up()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Take the place of a method whose work is the engine's."""
 
 
 def _refuse(trainer: Any, own: FitCallback) -> None:

@@ -31,15 +31,15 @@ from .waste import HOUR, Cadence, MeasuredCosts, waste
 WORTH, WORTH_AGAIN = 0.05, 0.03
 """The share of the time that a record of every step may cost more than snapshots alone.
 
-Below ``WORTH`` records stay, because each step is then recoverable. Once they were left, they come back below
+Up to ``WORTH`` records are kept, because each step is then recoverable. A run without records returns to them at
 ``WORTH_AGAIN``. The difference keeps the choice from changing with every measurement.
 """
 WORTH_MEMORY, WORTH_MEMORY_AGAIN = 0.01, 0.0
-"""The same beside copies in memory, which lose few steps when a process dies."""
+"""The same shares where the alternative is copies in memory, which lose few steps when a process dies."""
 WORTH_COPIES = 0.005
-"""The share of the time that copies in memory must save beside snapshots alone, to be taken. Less is needed to stay."""
+"""The share of the time that copies in memory must save over snapshots alone to be chosen. Any saving keeps them."""
 ENOUGH = 1.25
-"""Factor by which the best number of steps must have moved for another one to be taken."""
+"""The factor by which the best number of steps must differ from the present one to replace it."""
 WARM_STEPS = 10
 """The first steps of a process, which are slow and not counted."""
 BLOCK_STEPS, UNCOUNTED_STEPS, COPIED_STEPS = 12, 4, 8
@@ -53,8 +53,11 @@ NUM_ROUNDS = 3
 LEAST_STEPS, LEAST_SECONDS = 1000, 1800.0
 """A choice is kept for as many steps and seconds, at least. Then one more round is measured."""
 FAR_LONGER = 5.0
+"""A step that trains longer than this multiple of the median of its block is not counted."""
 RECORDED, PLAIN, HELD, COPIED = "recorded", "plain", "held", "copied"
+"""Kinds of blocks."""
 HELD_STALL = "held, stall alone"
+"""Key of the mean seconds that a step of a held block waits for its copy."""
 
 
 class StepRates(NamedTuple):
@@ -240,19 +243,20 @@ class StepCadence:
     """The present way to keep steps: records, copies in memory, or snapshots alone.
 
     Args:
-        told: 1 for a record of every step, more for snapshots alone, each so many steps; None to have it chosen.
-        can_copy: True if the state may be copied into memory, where it is to be chosen.
+        every: 1 for a record of every step, k for a snapshot every k steps and no records; None to measure and choose.
+        can_copy: True if copies in memory may be measured and chosen.
     """
 
-    def __init__(self, told: int | None = 1, can_copy: bool = False) -> None:
-        self.every = told or 1
+    def __init__(self, every: int | None = 1, can_copy: bool = False) -> None:
+        self.every = every or 1
         """The choice, as in ``CadenceChoice.every``. While a round is measured it does not hold."""
         self.records = self.every == 1
         """True if the next step gets a log record."""
         self.copies = 0
         """The choice, as in ``CadenceChoice.copies``. While a round is measured it does not hold."""
-        self._can_copy = can_copy and told is None
-        self.is_auto = told is None
+        self.is_auto = every is None
+        """True if the choice is made here."""
+        self._can_copy = can_copy and self.is_auto
         self._rounds: deque[StepRates] = deque(maxlen=NUM_ROUNDS)
         self._blocks: deque[_Block] = deque()
         self._means: dict[str, float] = {}
@@ -263,7 +267,7 @@ class StepCadence:
 
     @property
     def is_measuring(self) -> bool:
-        """Return whether a round is under way, or the first choice is still to be made."""
+        """True while a round is under way, or before the first choice."""
         return bool(self._blocks)
 
     @property
@@ -336,10 +340,10 @@ class StepCadence:
         """Return the choice and the measured rounds, for ``restore`` in a later process."""
         return {"every": self.every, "copies": self.copies, "rounds": [list(found) for found in self._rounds]}
 
-    def restore(self, told: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         """Continue with what ``to_json`` returned in an earlier process. Rounds that are missing are measured."""
-        self.every, self.copies = told["every"], told.get("copies", 0)
-        self._rounds.extend(StepRates(*found) for found in told["rounds"])
+        self.every, self.copies = saved["every"], saved.get("copies", 0)
+        self._rounds.extend(StepRates(*found) for found in saved["rounds"])
         self._blocks.clear()
         if len(self._rounds) < NUM_ROUNDS:
             self._measure(NUM_ROUNDS - len(self._rounds), WARM_STEPS)

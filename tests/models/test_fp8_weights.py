@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny_folders  # noqa: E402
 from formats.test_experts import deepseek_v3, qwen3_moe  # noqa: E402
-from tiny_folders import VOCABULARY, as_fp8, write_folder, write_quantised  # noqa: E402
+from support.adapter_steps import COUNT, micro_batches, of_trained, plain_losses  # noqa: E402
+from tiny_folders import as_fp8, write_folder, write_quantised  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
-STEPS, COUNT = 4, 2
+STEPS = 4
 ON_SSD = holdfast.Placement(
     params_on_host=0.0, optimizer_on_host=0.0, activations_on_host=0.0, recomputed_fraction=1.0
 )
@@ -35,22 +36,12 @@ def adapted(model, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**chosen | options)).train()
 
 
-def of_adapters(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-
-
-def micro_batches(step):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (COUNT, 2, 10), generator=generator)
-    return [{"input_ids": each, "labels": each} for each in tokens]
-
-
 def train(folder, run, steps, precision="fp32", adapter=None, **options):
     """The losses of ``steps`` and the values of the adapters before them."""
     model, weights = holdfast.pretrained(folder)
     model = adapted(model, **(adapter or {}))
     with holdfast.offload(
-        model, of_adapters(model), run, source=weights, precision=precision, **options
+        model, of_trained(model, fused=True), run, source=weights, precision=precision, **options
     ) as engine:
         assert engine.steps_done == steps[0]
         begun = engine.state_dict(trained=True)
@@ -64,17 +55,8 @@ def resident_loop(folder, begun, steps=STEPS, **options):
     model.config._experts_implementation = "eager"
     model = adapted(model, **options)
     assert not model.load_state_dict(begun, strict=False).unexpected_keys
-    optimizer, losses = of_adapters(model), []
-    with holdfast.keyed_rng(model) as keys:
-        for step in range(steps):
-            losses.append(0.0)
-            for m, batch in enumerate(micro_batches(step)):
-                keys.at(step, m)
-                loss = model(**batch).loss / COUNT
-                loss.backward()
-                losses[-1] += float(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
+    optimizer = of_trained(model, fused=True)
+    losses = plain_losses(model, optimizer, steps)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     state = state_of(model, optimizer)
     return losses, {key: value for key, value in state.items() if key.rpartition("/")[0] in trained}
@@ -107,7 +89,12 @@ def test_dora_begins_and_trains_as_on_the_unpacked_base(tmp_path):
     model = adapted(model, use_dora=True)
     set_magnitudes(model, weights)
     with holdfast.offload(
-        model, of_adapters(model), tmp_path / "run", source=weights, precision="fp32", placement=ON_SSD
+        model,
+        of_trained(model, fused=True),
+        tmp_path / "run",
+        source=weights,
+        precision="fp32",
+        placement=ON_SSD,
     ) as engine:
         begun = engine.state_dict(trained=True)
         losses = [float(engine.step(micro_batches(step))) for step in range(2)]
@@ -125,7 +112,7 @@ def test_bits_in_bf16_are_those_of_the_unpacked_base(tmp_path):
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).bfloat16().eval()
     with holdfast.offload(
-        model, of_adapters(model), tmp_path / "run", source=weights, precision="bf16"
+        model, of_trained(model, fused=True), tmp_path / "run", source=weights, precision="bf16"
     ) as engine:
         found = float(engine.evaluate(micro_batches(0)))
     with torch.no_grad():
@@ -156,7 +143,12 @@ def test_a_base_in_fp8_is_read_as_such(tmp_path):
     linear = [m for m in model.modules() if hasattr(m, "weight_scale_inv")]
     count = sum(each.in_features * each.out_features for each in linear)
     with holdfast.offload(
-        model, of_adapters(model), tmp_path / "run", source=weights, placement=ON_SSD, precision="bf16"
+        model,
+        of_trained(model, fused=True),
+        tmp_path / "run",
+        source=weights,
+        placement=ON_SSD,
+        precision="bf16",
     ) as engine:
         engine.step(micro_batches(0))
         engine.wait()
@@ -174,7 +166,7 @@ def test_a_saved_adapter_loads_on_the_folder(tmp_path):
     model, weights = holdfast.pretrained(folder)
     model = adapted(model)
     with holdfast.offload(
-        model, of_adapters(model), tmp_path / "run", source=weights, precision="fp32"
+        model, of_trained(model, fused=True), tmp_path / "run", source=weights, precision="fp32"
     ) as engine:
         engine.step(micro_batches(0))
         model.save_pretrained(tmp_path / "adapter", state_dict=engine.state_dict(trained=True))

@@ -22,11 +22,12 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny_folders  # noqa: E402
-from tiny_folders import VOCABULARY, as_int8, write_folder  # noqa: E402
+from support.adapter_steps import micro_batches, of_trained, plain_losses  # noqa: E402
+from tiny_folders import as_int8, write_folder  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
-STEPS, COUNT = 4, 2
+STEPS = 4
 MADE_BY_TORCHAO = Path(__file__).parents[1] / "golden" / "torchao_int8.safetensors"
 """Layers of torchao 0.18 by rows, by groups and of one scale, with what it computed (``make_torchao.py``)."""
 ON_SSD = holdfast.Placement(
@@ -76,16 +77,6 @@ def adapted(model, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**chosen | options)).train()
 
 
-def of_adapters(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-
-
-def micro_batches(step):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (COUNT, 2, 10), generator=generator)
-    return [{"input_ids": each, "labels": each} for each in tokens]
-
-
 def train(folder, run, steps, **options):
     """The losses of ``steps`` and the values of what is trained before them."""
     model, weights = holdfast.pretrained(folder)
@@ -93,7 +84,7 @@ def train(folder, run, steps, **options):
     if options.get("use_dora") and not run.exists():
         set_magnitudes(model, weights)
     with holdfast.offload(
-        model, of_adapters(model), run, source=weights, precision="fp32", placement=ON_SSD
+        model, of_trained(model, fused=True), run, source=weights, precision="fp32", placement=ON_SSD
     ) as engine:
         assert engine.steps_done == steps[0]
         begun = engine.state_dict(trained=True)
@@ -123,17 +114,8 @@ def test_adapters_equal_peft_on_the_same_layers_and_resume(tmp_path, group, opti
     own = {name: p.detach().clone() for name, p in model.named_parameters() if "magnitude" in name}
     assert bool(own) == bool(options) and differing(begun, own) == []
     assert not model.load_state_dict(begun, strict=False).unexpected_keys
-    optimizer, expected = of_adapters(model), []
-    with holdfast.keyed_rng(model) as keys:
-        for step in range(STEPS):
-            expected.append(0.0)
-            for m, batch in enumerate(micro_batches(step)):
-                keys.at(step, m)
-                loss = model(**batch).loss / COUNT
-                loss.backward()
-                expected[-1] += float(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
+    optimizer = of_trained(model, fused=True)
+    expected = plain_losses(model, optimizer, STEPS)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     state = {k: v for k, v in state_of(model, optimizer).items() if k.rpartition("/")[0] in trained}
     assert losses == pytest.approx(expected, rel=1e-6) and len(state) >= 3 * 7 * 2 * 4

@@ -17,11 +17,12 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 import tiny_folders  # noqa: E402  (needs transformers)
-from tiny_folders import VOCABULARY, write_folder  # noqa: E402
+from support.adapter_steps import micro_batches, of_trained, plain_losses  # noqa: E402
+from tiny_folders import write_folder  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:.*fan_in_fan_out")
 
-STEPS, COUNT = 4, 2
+STEPS = 4
 EVERY = [tiny_folders.llama, tiny_folders.gpt_neox, tiny_folders.mixtral]
 
 
@@ -54,25 +55,9 @@ def blocks_of(model):
     return model.base_model.model.model.layers
 
 
-def adamw(model, **options):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
-
-
-def micro_batches(step):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (COUNT, 2, 10), generator=generator)
-    return [{"input_ids": each, "labels": each} for each in tokens]
-
-
 def plain_loop(model):
-    optimizer = adamw(model, fused=True)
-    with holdfast.keyed_rng(model) as keys:
-        for step in range(STEPS):
-            for m, batch in enumerate(micro_batches(step)):
-                keys.at(step, m)
-                (model(**batch).loss / COUNT).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    optimizer = of_trained(model, fused=True)
+    plain_losses(model, optimizer, STEPS)
     return state_of(model, optimizer)
 
 
@@ -82,7 +67,9 @@ def test_adapters_equal_a_plain_loop_and_resume(tmp_path, make, schedule):
     expected = plain_loop(in_memory(make))
     for start, stop in ((0, 2), (2, STEPS)):
         model = in_memory(make)
-        with holdfast.offload(model, adamw(model), tmp_path, precision="fp32", schedule=schedule) as engine:
+        with holdfast.offload(
+            model, of_trained(model), tmp_path, precision="fp32", schedule=schedule
+        ) as engine:
             assert engine.steps_done == start
             for step in range(start, stop):
                 engine.step(micro_batches(step))
@@ -98,7 +85,9 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
     model, weights = holdfast.pretrained(folder)
     model = adapted(model)
     every = holdfast.Placement(recomputed_fraction=1.0)
-    with holdfast.offload(model, adamw(model), tmp_path / "run", source=weights, placement=every) as engine:
+    with holdfast.offload(
+        model, of_trained(model), tmp_path / "run", source=weights, placement=every
+    ) as engine:
         engine.step(micro_batches(0))
         engine.wait()
         before = engine.traffic()
@@ -123,7 +112,7 @@ def test_the_base_lies_in_the_run_as_in_its_folder(tmp_path):
             model, weights = holdfast.pretrained(made[dtype])
             torch.manual_seed(0)
             model = adapted(model)
-            with holdfast.offload(model, adamw(model), run, source=weights) as engine:
+            with holdfast.offload(model, of_trained(model), run, source=weights) as engine:
                 losses[dtype].append(engine.step(micro_batches(step)))
                 names = [unit.frozen_file.name for unit in engine._run.blocks]
         sizes = [
@@ -146,7 +135,7 @@ def test_adapters_of_a_folder_that_is_never_in_memory_train_resume_and_are_expor
         model, weights = holdfast.pretrained(folder)
         model = adapted(model)
         assert all(p.is_meta for p in model.parameters())
-        with holdfast.offload(model, adamw(model), run, source=weights, precision="fp32") as engine:
+        with holdfast.offload(model, of_trained(model), run, source=weights, precision="fp32") as engine:
             assert engine.steps_done == start
             if start == 0:
                 begun = engine.state_dict(trained=True)
@@ -169,7 +158,7 @@ def test_adapters_made_of_the_layers_values_are_refused_where_these_are_not_in_m
     model = adapted(model, lora_dropout=0.0)
     model.peft_config["default"].init_lora_weights = "pissa"
     with pytest.raises(ModelNotSupported, match=r"init_lora_weights = 'pissa'"):
-        holdfast.offload(model, adamw(model), tmp_path / "run", source=weights)
+        holdfast.offload(model, of_trained(model), tmp_path / "run", source=weights)
 
 
 def test_adapters_of_another_kind_are_refused_where_the_layers_are_not_in_memory(tmp_path):
@@ -179,7 +168,7 @@ def test_adapters_of_another_kind_are_refused_where_the_layers_are_not_in_memory
     with pytest.raises(
         ModelNotSupported, match=r"adapter 'default' is of the kind ADALORA, .* Use LoRA, or a"
     ):
-        holdfast.offload(model, adamw(model), tmp_path / "run", source=weights)
+        holdfast.offload(model, of_trained(model), tmp_path / "run", source=weights)
     assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] in ([], ["lock"])
 
 
@@ -207,7 +196,7 @@ def test_the_base_keeps_its_dtype_without_the_folder(tmp_path):
         if step == 2:
             (folder / "model.safetensors").unlink()
         source = {} if step == 1 else {"source": weights}
-        with holdfast.offload(model, adamw(model), run, **source) as engine:
+        with holdfast.offload(model, of_trained(model), run, **source) as engine:
             engine.step(micro_batches(step))
         sizes.append({file.name: file.stat().st_size for file in (run / "data").glob("*.frozen*")})
     assert len(sizes[0]) == 4

@@ -19,11 +19,12 @@ peft = pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 import tiny_folders  # noqa: E402  (needs transformers)
-from tiny_folders import VOCABULARY, write_folder  # noqa: E402
+from support.adapter_steps import micro_batches, of_trained, plain_losses  # noqa: E402
+from tiny_folders import write_folder  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:MatMul8bitLt")
 
-STEPS, COUNT = 4, 2
+STEPS = 4
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
 KINDS = {
     "nf4": FOUR,
@@ -77,21 +78,9 @@ def adapted(model, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**chosen | options)).train()
 
 
-def micro_batches(step):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (COUNT, 2, 10), generator=generator)
-    return [{"input_ids": each, "labels": each} for each in tokens]
-
-
 def resident_loop(model):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    with holdfast.keyed_rng(model) as keys:
-        for step in range(STEPS):
-            for m, batch in enumerate(micro_batches(step)):
-                keys.at(step, m)
-                (model(**batch).loss / COUNT).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    optimizer = of_trained(model, fused=True)
+    plain_losses(model, optimizer, STEPS)
     state = state_of(model, optimizer)
     base = {f"{name}/param": value for name, value in model.state_dict().items()}
     return base | state

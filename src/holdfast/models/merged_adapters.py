@@ -34,7 +34,7 @@ from ..state.tensor_entries import TensorEntry
 from .keeping import ADAPTER_CONFIG, CONFIG
 from .lora_adapters import adapted, peft_for
 from .pretrained import empty_model
-from .quantised_weights import unpacks_weight
+from .quantised_weights import LAYER_TENSOR
 
 PREFIX = "base_model.model."
 """The beginning that PEFT gives the names of a model."""
@@ -43,9 +43,6 @@ KEPT = 2
 _ADAPTER = re.compile(r"(?P<layer>.+)\.(?P<tensor>lora_\w+\.[^.]+(?:\.weight)?)")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
 _REPLACED = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
-_PACKED_END = re.compile(
-    rf"(?:{VALUES}|_weight_scale|_weight_zero_point|weight\..+|SCB|weight_format|weight_scale_inv)$"
-)
 
 
 def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | None) -> Merged:
@@ -77,9 +74,9 @@ def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | Non
         raise BadInput(
             f"{adapter / ADAPTER_CONFIG} cannot be used on the model of {folder}: {error}"
         ) from error
-    told = json.loads((folder / CONFIG).read_bytes()).get("quantization_config") or {}
+    quantization = json.loads((folder / CONFIG).read_bytes()).get("quantization_config") or {}
     identity = json.loads((adapter / ADAPTER_CONFIG).read_bytes())
-    return Merged(source, model, dtype, identity, told.get("weight_block_size"))
+    return Merged(source, model, dtype, identity, quantization.get("weight_block_size"))
 
 
 @dataclass
@@ -109,7 +106,7 @@ class Merged(DerivedSource):
         ``identity`` is the configuration of the adapters, and ``tile`` the rows and columns that share a scale in fp8.
         """
         super().__init__(source)
-        self._dtype, self._told, self._tile = dtype, identity, tile
+        self._dtype, self._adapters, self._tile = dtype, identity, tile
         self._of_part: list[_Part] = []
         self._made: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
@@ -144,7 +141,7 @@ class Merged(DerivedSource):
 
     def identity(self) -> list[Any]:
         every = [each for part in self._of_part for each in part.stored.values()]
-        return [self._told, str(self._dtype), places_of(every), self._source.identity()]
+        return [self._adapters, str(self._dtype), places_of(every), self._source.identity()]
 
     def _refuse_other_layers(self, layers: Mapping[str, Any], adapters: Mapping[str, Any]) -> None:
         for here, there, where in ((layers, adapters, "the configuration"), (adapters, layers, "the run")):
@@ -249,11 +246,9 @@ def _grouped(
             adapters.setdefault(match["layer"], {})[match["tensor"]] = stored
         elif match := _SAVED.fullmatch(name):
             groups.setdefault(f"{match['module']}.{match['rest']}", {})["weight"] = stored
-        elif name.endswith(f".{VALUES}") or unpacks_weight(name):
-            end = _PACKED_END.search(name)
-            assert end is not None
-            part = "weight" if end.group() == VALUES else end.group()
-            groups.setdefault(f"{name[: end.start()]}weight", {})[part] = stored
+        elif (match := LAYER_TENSOR.fullmatch(name)) and match["tensor"] != "weight":
+            part = "weight" if match["tensor"] == VALUES else match["tensor"]
+            groups.setdefault(f"{match['layer']}.weight", {})[part] = stored
         elif name.endswith(SCALES_END):  # of experts in fp8
             groups.setdefault(name.removesuffix(SCALES_END), {})[SCALES_END] = stored
         elif match := _REPLACED.fullmatch(name):

@@ -39,7 +39,8 @@ _UNPACKING = (
     r"|_weight_(?:scale|zero_point)"
 )
 _UNPACKING_TENSOR = re.compile(rf".+\.(?:{_UNPACKING})")
-_LAYER_TENSOR = re.compile(rf"(?P<layer>.+?)\.(?P<tensor>weight|{VALUES}|{_UNPACKING})")
+LAYER_TENSOR = re.compile(rf"(?P<layer>.+?)\.(?P<tensor>weight|{VALUES}|{_UNPACKING})")
+"""The name of a tensor of a layer's weight: the layer, and the tensor's name in it."""
 
 
 def unpacks_weight(name: str) -> bool:
@@ -188,13 +189,13 @@ def _tensors_of(
 
     Quant states and zero points have values.
     """
-    matches = [_LAYER_TENSOR.fullmatch(stored.atom.name) for stored in source.atoms.values()]
+    matches = [LAYER_TENSOR.fullmatch(stored.atom.name) for stored in source.atoms.values()]
     ends = {match["tensor"] for match in matches if match}
     here = dict.fromkeys(f"{layer}.{end}" for layer in layers for end in ends)
     names = names_by_model(source, model, here)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for stored in source.atoms.values():
-        match = _LAYER_TENSOR.fullmatch(names.get(stored.atom.name, ""))
+        match = LAYER_TENSOR.fullmatch(names.get(stored.atom.name, ""))
         if match is None or match["layer"] not in layers:
             continue
         if match["tensor"].startswith((QUANT_STATE, ZERO_POINT)):

@@ -1,8 +1,8 @@
-"""Descriptions of the weights that torchao has quantised, in the files of a folder, and what of it is known here.
+"""Descriptions of the weights that torchao has quantised, in the files of a folder, and which of them are supported.
 
 torchao's objects are taken apart for safetensors: their tensors have names of their own, and the metadata of a file
-says for each weight of what class it was, and how it is divided into blocks. Shapes tell the blocks of int8 weights
-too, so only what would compute otherwise is looked up. torchao is not imported. Called by ``quantised_weights``.
+names the class of each weight, and how it is divided into blocks. The blocks of int8 weights follow from shapes too, so
+only what would change the product is looked up. torchao is not imported. Called by ``quantised_weights``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def refuse_other_weights(path: Path) -> None:
             " quantised weight. Save it again with save_pretrained() of transformers 5.",
             path=str(path),
         )
-    for name, told in found.items():
-        if why := _refusal(told):
+    for name, description in found.items():
+        if why := _refusal(description):
             raise ModelNotSupported(
                 f"{path} has {name} as an object of {TORCHAO} {why}, and adapters train on {INT8} alone, quantised by"
                 " Int8WeightOnlyConfig. Give such a folder, or the one that this was made from."
@@ -47,19 +47,19 @@ def _described(path: Path) -> dict[str, dict[str, Any]]:
     for file in files_of(path, SINGLE, INDEX)[0]:
         for name, text in header_of(file).metadata.items():
             try:
-                told = json.loads(text)
+                description = json.loads(text)
             except (ValueError, RecursionError):
                 continue  # a text of another kind
-            if isinstance(told, dict) and told.get("_type", "Tensor") != "Tensor":
-                found[name] = told
+            if isinstance(description, dict) and description.get("_type", "Tensor") != "Tensor":
+                found[name] = description
     return found
 
 
-def _refusal(told: dict[str, Any]) -> str | None:
+def _refusal(description: dict[str, Any]) -> str | None:
     """Return why a weight cannot be used, as the end of a sentence; None if it can."""
-    if told["_type"] != INT8:
-        return f"of the class {told['_type']}"
-    data, parts = told.get("_data"), told.get("_tensor_data_names")
+    if description["_type"] != INT8:
+        return f"of the class {description['_type']}"
+    data, parts = description.get("_data"), description.get("_tensor_data_names")
     if not isinstance(data, dict) or not isinstance(parts, list):
         return "that is not described"
     if data.get("act_quant_kwargs") is not None or set(map(str, parts)) - PARTS:

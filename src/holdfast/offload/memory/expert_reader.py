@@ -142,7 +142,7 @@ class ExpertReader:
         return self._ready(ExpertKey(block, expert), self._order, is_forward_only).rows[name]
 
     def release(self) -> None:
-        """Let go of all experts. Nothing may be under way."""
+        """Release all experts. No read may be under way."""
         self._held.clear()
         self._places.clear()
 
@@ -196,19 +196,18 @@ class ExpertReader:
             stored = FROM_NAME[unit.expert_file.layout[f"{member.name}/param"].dtype]
             flat = whole[at + part.skip : at + part.skip + part.nbytes].view(stored)
             rows = flat.to(member.copy_dtype).view(member.shape[1:])
-            held.rows[member.name] = (
-                rows.data
-            )  # with a version counter of its own, by which changes are found
+            # .data has a version counter of its own, by which changes are found
+            held.rows[member.name] = rows.data
             at += part.stop - part.start
         held.memory = None
         for name, rows in held.rows.items():
             self._places[rows.untyped_storage()._cdata] = key, name
 
     def _make_room(self, needed: Sequence[ExpertKey], is_forward_only: bool) -> None:
-        """Let go of an expert that is not among ``needed``: the one that was used longest ago.
+        """Release an expert that is not among ``needed``: the least recently used one.
 
-        A backward pass turns back at the last expert. In a pass that ``is_forward_only`` the next micro-batch begins
-        with the first one again, so there it is the one of this block that was used last.
+        In a pass that ``is_forward_only`` it is the most recently used one of this block: the next micro-batch begins
+        with the first expert again, whereas a backward pass begins with the last.
         """
         others = [key for key in self._held if key not in needed]
         takes_last = is_forward_only and others[0].block == needed[0].block

@@ -200,6 +200,7 @@ print(number, flush=True)
 if number == 1:
     until(os.path.join(folder, "process-3.jsonl"))
     sys.exit(0)
+time.sleep(0.5)  # for the job to see who has the run
 open(os.path.join(folder, "second-died"), "w").close()
 sys.exit(7)
 """

@@ -1,10 +1,10 @@
-"""Processes that begin with torch loaded: forked from one server, which the first of them starts, and as good as fresh.
+"""Fresh Python processes that have torch loaded: forked from one server, which the first of them starts.
 
     process = start_python("-m", "holdfast", "train", env=environment)       # what ``python -m holdfast train`` does
     answer = call("dist.world", "supervise", env=environment, ...)           # what a function returns
 
-The server has run nothing but imports, in one thread. A process that a test begins costs a hundredth of a second
-there, where an interpreter of its own takes seconds to load the same.
+The server has run nothing but imports, in one thread. A process takes a hundredth of a second to start, where a new
+interpreter takes seconds to load the same.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 LIMIT = 1 << 17
-"""Bytes of an order, with the environment that goes with it."""
+"""The most bytes of an order, environment included."""
 COMMANDS = ("holdfast.cli.main", "holdfast.cli.train.train_job", "support.short_sample")
-"""What the verbs of ``holdfast`` that train import when they run."""
+"""The modules that commands of ``holdfast`` import when they train."""
 
 
 def environment_of(**more: str) -> dict[str, str]:
-    """This process's environment, for one that computes on one thread and imports what tests do."""
+    """Return this process's environment, changed to compute on one thread and to import from ``src`` and ``tests``."""
     paths = [str(TESTS.parent / "src"), str(TESTS)]
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 class WarmProcess:
-    """What a test has of a process, as it has it of ``subprocess.Popen``. Its streams are pipes."""
+    """A process that the server has forked, with what tests use of ``subprocess.Popen``. Its streams are pipes."""
 
     _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
     def __init__(self, order: dict[str, Any], stderr: int | None = None) -> None:
-        """With a descriptor as ``stderr`` that has what is written there, and nothing is there to be read."""
+        """Start the process. With a descriptor ``stderr`` its errors go there, and ``self.stderr`` is empty."""
         line = json.dumps(order, default=str).encode()
         assert len(line) < LIMIT, len(line)
         ours, theirs = zip(*(os.pipe() for _ in range(3)), strict=True)
-        _, connection = self._started()
+        _, connection = self._connect()
         fds = [0, theirs[0], theirs[1] if stderr is None else stderr, theirs[2]]
         socket.send_fds(connection, [line], fds)
         for fd in theirs:
             os.close(fd)
         self._status = open(ours[2], "rb", buffering=0)  # noqa: SIM115 (until the process ends)
         self.stdout, self.stderr = open(ours[0]), open(ours[1])  # noqa: SIM115 (as long as this)
-        self.pid, self.returncode = self._told(), None
+        self.pid, self.returncode = self._read_number(), None
         self.args = order
 
     @classmethod
-    def _started(cls) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _connect(cls) -> tuple[subprocess.Popen[bytes], socket.socket]:
         if cls._server is None or cls._server[0].poll() is not None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -71,13 +71,13 @@ class WarmProcess:
             atexit.register(lambda: (ours.close(), server.wait()))
         return cls._server
 
-    def _told(self) -> int:
+    def _read_number(self) -> int:
         word = self._status.read(8)
         assert word, "the server of warm processes has ended; see its errors"
         return int.from_bytes(word, "little", signed=True)
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal that ended it; None while it runs."""
+        """Return the exit code, or minus the signal that ended the process; None while it runs."""
         if self.returncode is None and select.select([self._status], [], [], 0)[0]:
             self.wait()
         return self.returncode
@@ -86,12 +86,12 @@ class WarmProcess:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.args), timeout or 0)
-            self.returncode = self._told()
+            self.returncode = self._read_number()
             self._status.close()
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it writes on standard output and on standard error, up to its end."""
+        """Return what the process writes on standard output and standard error, up to its end."""
         said = ["", ""]
 
         def read(number: int, stream: Any) -> None:
@@ -118,13 +118,13 @@ class WarmProcess:
 def start_python(
     *words: Any, env: dict[str, str], cwd: str | Path | None = None, modules: Sequence[str] = COMMANDS
 ) -> WarmProcess:
-    """``python -m MODULE ...`` or ``python FILE ...``, where the server has imported ``modules`` before."""
+    """Start ``python -m MODULE ...`` or ``python FILE ...``. The server imports ``modules`` before it forks."""
     order = {"words": [str(word) for word in words], "environment": env, "modules": [*modules]}
     return WarmProcess({**order, "folder": os.fspath(cwd or os.getcwd())})
 
 
 def run_python(*words: Any, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[str]:
-    """``start_python``, and what became of it."""
+    """Run ``python`` as ``start_python`` does, to its end."""
     process = start_python(*words, **how)
     try:
         out, err = process.communicate(timeout)
@@ -135,7 +135,7 @@ def run_python(*words: Any, timeout: float | None = None, **how: Any) -> subproc
 
 
 def call(module: str, function: str, *modules: str, env: dict[str, str], **arguments: Any) -> Any:
-    """What a function returned, as JSON has it, in a process that has ``modules``. Standard error is the test's."""
+    """Return the result of a function (as JSON) from a process that has ``modules``. Its stderr is the test's."""
     order = {"module": module, "function": function, "arguments": arguments, "environment": env}
     process = WarmProcess({**order, "modules": [module, *modules], "folder": os.getcwd()}, stderr=2)
     with process.stdout, process.stderr:
@@ -145,7 +145,7 @@ def call(module: str, function: str, *modules: str, env: dict[str, str], **argum
 
 
 def serve(connection: socket.socket) -> dict[str, Any]:
-    """The server's end. Returns in each process that it forks, with its order; ends when the test's end is closed."""
+    """Run the server. Returns in each process that it forks, with its order; ends when the test's end is closed."""
     import torch
     import torch._dynamo  # what an optimizer imports at its first step
     import torch.distributed.checkpoint
@@ -157,7 +157,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             if ready is not connection:
                 pid, status = running.pop(ready)
                 os.close(ready)
-                _tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                _write_number(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 os.close(status)
                 continue
             line, fds, _, _ = socket.recv_fds(connection, LIMIT, 4)
@@ -172,13 +172,13 @@ def serve(connection: socket.socket) -> dict[str, Any]:
                     os.close(fd)
                 _enter(order, fds[:3])
                 return order
-            _tell(fds[3], pid)
+            _write_number(fds[3], pid)
             running[os.pidfd_open(pid)] = pid, fds[3]
             for fd in fds[:3]:
                 os.close(fd)
 
 
-def _tell(fd: int, number: int) -> None:
+def _write_number(fd: int, number: int) -> None:
     with suppress(BrokenPipeError):  # nobody waits for it
         os.write(fd, number.to_bytes(8, "little", signed=True))
 
@@ -210,7 +210,7 @@ def _enter(order: dict[str, Any], fds: Sequence[int]) -> None:
         failpoints.armed = os.environ.get("HOLDFAST_FAILPOINT", "")
 
 
-def _go(order: dict[str, Any]) -> None:
+def _run(order: dict[str, Any]) -> None:
     if "function" in order:
         answer = getattr(sys.modules[order["module"]], order["function"])(**order["arguments"])
         os.write(1, json.dumps(answer).encode() + b"\n")
@@ -227,4 +227,4 @@ def _go(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(TESTS)  # and not this folder
-    _go(serve(socket.socket(fileno=int(sys.argv[1]))))
+    _run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -23,7 +24,6 @@ from holdfast import failpoints
 
 from ...accelerators import use_device
 from ...errors import BadInput, WriterHung
-from ...events import tell
 from ...io.threads import use_cpus
 from ...optim.torch_threads import keep_torch_threads, one_torch_thread
 from ...quantities import PAGE
@@ -331,9 +331,10 @@ class Recorder:
         except Exception as error:
             why = str(error)
         if self.durable_step < self.last_put:
-            tell(
-                f"the script ended without close(), and of its steps to {self.last_put} those after"
-                f" {self.durable_step} are not durable: {why}"
+            print(  # not through a logger, whose level may hide it
+                f"holdfast: the script ended without close(), and of its steps to {self.last_put} those after"
+                f" {self.durable_step} are not durable: {why}",
+                file=sys.stderr,
             )
 
     def _want(self, step: int) -> None:

@@ -98,6 +98,42 @@ def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     assert [sum(mine.losses[i : i + 3]) / 3 for i in range(0, 18, 3)] == pytest.approx(losses, rel=1e-6)
 
 
+def losses_at_rates(kind, *, clips: bool, after_clipping: bool = False):
+    """The losses of a loop that sets the rate of each step when its gradients are there."""
+    accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Texts(12), batch_size=2))
+    losses, rate = [], 0.08
+    for batch in loader:
+        with accelerator.accumulate(net):
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                if clips and after_clipping:
+                    accelerator.clip_grad_norm_(net.parameters(), NORM)
+                rate = optimizer.param_groups[0]["lr"] = rate / 4
+                if clips and not after_clipping:
+                    accelerator.clip_grad_norm_(net.parameters(), NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.end_training()
+    return losses
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_rate_set_after_backward_is_that_of_the_step(tmp_path, clips):
+    mine = losses_at_rates(out_of_core(tmp_path, clipping=NORM if clips else None), clips=clips)
+    assert mine == pytest.approx(losses_at_rates(Accelerator, clips=clips), rel=1e-5)
+
+
+def test_a_rate_set_after_clipping_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="between clip_grad_norm_ and"):
+        losses_at_rates(out_of_core(tmp_path), clips=True, after_clipping=True)
+    assert len([*(tmp_path / "run" / "commits").iterdir()]) == 1
+
+
 @pytest.mark.parametrize(
     "kind, step",
     [

@@ -120,6 +120,21 @@ def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, options):
 
 
 @pytest.mark.slow
+class SetsRates(Module):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_before_optimizer_step(self, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.02 / (1 + self.trainer.global_step)
+
+
+def test_a_rate_set_by_a_hook_is_that_of_the_step(tmp_path):
+    options = {"max_epochs": 1, "shuffle": False}
+    *_, expected = fit(tmp_path, module=SetsRates(), **options)
+    *_, told = out_of_core(tmp_path, module=SetsRates(), **options)
+    assert [loss for loss, *_ in told] == pytest.approx([loss for loss, *_ in expected], rel=1e-5)
+
+
 def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     _, module, _ = out_of_core(tmp_path, samples=18, shuffle=False)
     net = model()

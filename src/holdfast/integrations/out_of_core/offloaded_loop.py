@@ -29,6 +29,7 @@ from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
 from ...offload.offload_options import Clipping
 from ...optim.mezo import MeZO
+from ...state.progress import hyper_parameters
 from ..shared.changed_attributes import innermost
 from ..shared.position import Batches
 from .loop_step import LoopStep
@@ -55,6 +56,8 @@ class OffloadedLoop:
         """True if the newest step was completed, to save it, before the loop asked for the next batches."""
         self._was_clipped = False
         """True from a call that clips to that of the optimizer: the engine has done the step."""
+        self._hyper: list[dict[str, Any]] = []
+        """The hyper-parameters that the engine has done the newest step with."""
 
     # What prepare is given
 
@@ -219,7 +222,16 @@ class OffloadedLoop:
                     " call it if accelerator.sync_gradients, or leave clipping out"
                 )
             self._finish()
+        elif self._hyper_now() != self._hyper:
+            self._give_up()
+            raise BadInput(
+                "the optimizer's param_groups were changed between clip_grad_norm_ and optimizer.step(), and the engine"
+                " does the step when it clips: change them before clip_grad_norm_ or after optimizer.step()"
+            )
         self._was_clipped = False
+
+    def _hyper_now(self) -> list[dict[str, Any]]:
+        return hyper_parameters(innermost(self._accelerator._optimizers[0]).param_groups)
 
     def _between(self) -> None:
         """Complete the step before, whose code in the loop is over. Called before batches are fetched."""
@@ -246,7 +258,9 @@ class OffloadedLoop:
             self.engine.complete_step()
 
     def _finish(self) -> None:
-        assert self._step is not None
+        assert self._step is not None and self.engine is not None
+        self._taking(self.engine.take_hyper_parameters)()
+        self._hyper = self._hyper_now()
         self._taking(self._step.finish)()
         self._step = None
 
@@ -298,6 +312,12 @@ class OffloadedLoop:
         if step is not None:
             self._failed = True
             step.abandon()
+
+    def _give_up(self) -> None:
+        """Give up the newest step, which is done and not committed. The run is whole up to the step before."""
+        assert self.engine is not None
+        self._failed = True
+        self.engine.give_up()
 
     def _refuse(self, text: str) -> NoReturn:
         self.abandon()

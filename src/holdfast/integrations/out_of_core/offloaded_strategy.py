@@ -259,8 +259,10 @@ class OffloadedFit(Fit):
         loss = None if closure is None else closure()
         if self._step is None:
             raise BadInput("the optimizer was stepped without training_step: leave its step to the trainer")
+        assert self._engine is not None
         step, self._step = self._step, None
         try:
+            self._engine.take_hyper_parameters()  # hooks may have changed them
             step.go_on(None)
         except BaseException:
             step.abandon()

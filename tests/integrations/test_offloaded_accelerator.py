@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -165,6 +167,34 @@ def test_an_interrupted_script_ends_the_same(tmp_path, kind, step):
     assert everything(rest) == everything(whole)
     assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
     assert len(rest.norms) == 8 - (step - 1)
+
+
+FAILS = """
+import sys
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from holdfast.integrations.accelerate import offloaded
+from offloaded_loop_script import NORM, train
+
+move = CosineAnnealingLR.step
+
+def fails(self, *args):
+    if self.last_epoch == 1:
+        raise ValueError("amid the loop's code")
+    return move(self, *args)
+
+CosineAnnealingLR.step = fails
+train(offloaded(Accelerator, sys.argv[1], clipping=NORM))
+"""
+
+
+@pytest.mark.slow
+def test_an_error_before_the_schedule_moves_leaves_the_step_out(tmp_path):
+    """The commit would have a schedule that is a move behind."""
+    words = [sys.executable, "-W", "ignore", "-c", FAILS, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "amid the loop's code" in done.stderr
+    assert max((tmp_path / "run" / "commits").iterdir()).name.startswith("step-000000000001")
 
 
 @pytest.mark.slow

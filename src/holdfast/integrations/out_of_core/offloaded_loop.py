@@ -254,7 +254,10 @@ class OffloadedLoop:
     def _leave(self) -> None:
         """Complete the newest step at the end of the process, unless an error has come amid the code of the loop."""
         self.abandon()
-        if self.engine is not None and not self.engine.is_closed and not hasattr(sys, "last_exc"):
+        has_failed = any(
+            hasattr(sys, name) for name in ("last_exc", "last_value")
+        )  # the first since Python 3.12
+        if self.engine is not None and not self.engine.is_closed and not has_failed:
             self.engine.complete_step()
 
     def _finish(self) -> None:

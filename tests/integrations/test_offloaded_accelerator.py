@@ -258,6 +258,32 @@ def test_weights_are_saved_while_the_engine_has_them(tmp_path):
     assert loaded.config.architectures == ["LlamaForCausalLM"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_evaluation_with_adapters_and_without(tmp_path):
+    """The engine computes several batches in a pass: each result is of the adapters as they are at the call."""
+    peft = pytest.importorskip("peft")
+
+    def compared(kind):
+        accelerator = kind(cpu=True)
+        torch.manual_seed(1)
+        options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        net = peft.get_peft_model(model(), peft.LoraConfig(**options))
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+        loaders = DataLoader(Texts(4), batch_size=2), DataLoader(Texts(7, 100), batch_size=2)
+        net, optimizer, _, others = accelerator.prepare(net, optimizer, *loaders)
+        found = [getattr(accelerator, "steps_done", 0)]  # opens the run, with adapters
+        net.eval()
+        with torch.no_grad():
+            for batch in others:
+                with net.disable_adapter():
+                    found.append(float(net(**batch).loss))
+                found.append(float(net(**batch).loss))
+        accelerator.end_training()
+        return found
+
+    assert compared(out_of_core(tmp_path)) == pytest.approx(compared(Accelerator), rel=1e-5)
+
+
 # Refusals
 
 

@@ -281,7 +281,7 @@ class OffloadedLoop:
             return engine.run_calls([partial(each.run, computes) for each in calls])
 
         for batches in self._evaluations:
-            is_there, result = batches.answer(args, kwargs, run, engine.steps_done)
+            is_there, result = batches.answer(args, kwargs, run, engine.steps_done, self.model)
             if is_there:
                 return result
         return run([ModelCall(args, kwargs)])[0]

@@ -327,6 +327,11 @@ def reads_a_gradient(net, batch):
     return loss
 
 
+def changes_the_model(net, batch):
+    net.model.layers[1].self_attn.scaling *= 2
+    return net(**batch).loss
+
+
 def asks_for_weights(net, batch):
     loss = net(**batch).loss
     net.state_dict()
@@ -344,6 +349,7 @@ def asks_for_weights(net, batch):
         (with_a_weight, BadInput, r"depends on a parameter of shape \[50, 16\]"),
         (without_gradients, BadInput, "call model.eval"),
         (reads_a_gradient, ModelNotSupported, "clip by accelerator.clip_grad_norm_"),
+        (changes_the_model, BadInput, r"changed model.layers.1.self_attn.scaling of the model"),
         (asks_for_weights, BadInput, "in the middle of an optimizer step"),
     ],
     ids=lambda each: getattr(each, "__name__", None),

@@ -99,6 +99,15 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def changed_setting(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Return the name of an attribute that differs; None if all are the same."""
+    if before == now:
+        return None
+    return next(
+        name for name in {**before, **now} if before.get(name, _NO_SETTING) != now.get(name, _NO_SETTING)
+    )
+
+
 def _plain_setting(value: Any) -> Any:
     """Return an attribute as a value that later changes do not reach."""
     if isinstance(value, PLAIN):

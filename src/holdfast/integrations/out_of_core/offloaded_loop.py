@@ -33,7 +33,7 @@ from ...state.progress import hyper_parameters
 from ..shared.changed_attributes import innermost
 from ..shared.position import Batches
 from .loop_step import LoopStep
-from .model_calls import ModelCall
+from .model_calls import ModelCall, settings_of
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
 from .script_model import left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 
@@ -242,10 +242,10 @@ class OffloadedLoop:
         self._is_early = False
 
     def _begun(self, engine: Engine, computes: Callable[..., Any]) -> LoopStep:
-        assert self.batches is not None
+        assert self.batches is not None and self.model is not None
         if self._was_clipped:
             raise BadInput("gradients were clipped, and optimizer.step() was not called")
-        return LoopStep(engine, computes, self.batches.group())
+        return LoopStep(engine, computes, self.batches.group(), partial(settings_of, self.model))
 
     def _complete_early(self, engine: Engine) -> None:
         """Complete the newest step; what the loop changes before the next is committed with it again."""

@@ -180,6 +180,28 @@ def test_checkpoints_have_the_weights_of_the_engine(tmp_path):
     assert digest(sorted(last["state_dict"].items())) == digest(sorted(module.state_dict().items()))
 
 
+class Stops(Module):
+    def on_train_batch_end(self, outputs, batch, number):
+        self.trainer.should_stop = number == 4
+
+
+def test_training_that_is_stopped_within_a_step_ends_after_it(tmp_path):
+    trainer, module, told = out_of_core(tmp_path, module=Stops())
+    assert (trainer.global_step, len(told)) == (2, 6)
+    assert not any(parameter.is_meta for parameter in module.parameters())
+
+
+class LeavesOut(Module):
+    def on_train_batch_start(self, batch, number):
+        return -1 if number == 4 else None
+
+
+@pytest.mark.parametrize("epochs, text", [(1, "ended in the middle"), (2, "batch 4 of the epoch")])
+def test_batches_left_out_within_a_step_are_refused(tmp_path, epochs, text):
+    with pytest.raises(BadInput, match=text):
+        out_of_core(tmp_path, module=LeavesOut(), max_epochs=epochs, limit_val_batches=0)
+
+
 class ByHand(Module):
     def __init__(self) -> None:
         super().__init__()

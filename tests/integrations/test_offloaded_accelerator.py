@@ -385,6 +385,16 @@ def prepared(root, **options):
     return accelerator, *accelerator.prepare(net, optimizer, loader)
 
 
+def test_what_is_prepared_when_the_run_is_open_is_refused(tmp_path):
+    """Its state would not be in the run, and after a resume it would begin anew."""
+    accelerator, _, optimizer, _ = prepared(tmp_path)
+    assert accelerator.steps_done == 0
+    with pytest.raises(BadInput, match="a schedule was prepared when the run was open"):
+        accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(BadInput, match="registered for checkpointing when"):
+        accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+
+
 def test_accumulation_by_hand_is_refused(tmp_path):
     accelerator, net, _, loader = prepared(tmp_path)
     net.train()

@@ -90,6 +90,7 @@ class OffloadedLoop:
 
     def take_schedule(self, schedule: Any) -> None:
         """Leave ``schedule`` where it is in passes that the run has ended."""
+        self.refuse_late("a schedule was prepared")
         own = schedule.step
 
         def step(*args: Any, **kwargs: Any) -> None:
@@ -97,6 +98,14 @@ class OffloadedLoop:
                 own(*args, **kwargs)
 
         vars(schedule)["step"] = step
+
+    def refuse_late(self, what: str) -> None:
+        """Raise ``BadInput`` if the run is open, which has restored the states that it has."""
+        if self.engine is not None:
+            raise BadInput(
+                f"{what} when the run was open, which would not have its state. Prepare and register all before the"
+                " first call of the model, the first pass over the loader, and accelerator.steps_done."
+            )
 
     # The run
 

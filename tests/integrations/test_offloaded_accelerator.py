@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -393,6 +394,22 @@ def test_what_is_prepared_when_the_run_is_open_is_refused(tmp_path):
         accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
     with pytest.raises(BadInput, match="registered for checkpointing when"):
         accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_schedule_that_is_not_prepared_is_told_of(tmp_path, is_prepared):
+    """It was made of the optimizer that ``prepare`` returned."""
+    accelerator, net, optimizer, loader = prepared(tmp_path)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if is_prepared:
+        schedule = accelerator.prepare(schedule)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batch = next(iter(loader))
+        accelerator.backward(net.train()(**batch).loss)
+        optimizer.step()
+    accelerator.end_training()
+    assert any("StepLR moves learning rates" in str(each.message) for each in caught) != is_prepared
 
 
 def test_accumulation_by_hand_is_refused(tmp_path):

@@ -285,6 +285,24 @@ def test_an_evaluation_with_adapters_and_without(tmp_path):
     assert compared(out_of_core(tmp_path)) == pytest.approx(compared(Accelerator), rel=1e-5)
 
 
+def test_a_schedule_that_moves_after_the_last_save_is_in_the_run(tmp_path):
+    def opened():
+        accelerator, net, optimizer, loader = prepared(tmp_path)
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        return accelerator, net, optimizer, loader, schedule
+
+    accelerator, net, optimizer, loader, schedule = opened()
+    batch = next(iter(loader))
+    accelerator.backward(net.train()(**batch).loss)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="save_state writes no folder"):
+        accelerator.save_state()
+    schedule.step()
+    accelerator.end_training()
+    accelerator, *_, schedule = opened()
+    assert (accelerator.steps_done, schedule.get_last_lr()) == (1, [0.005])
+
+
 # Refusals
 
 

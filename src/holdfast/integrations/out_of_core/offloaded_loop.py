@@ -148,7 +148,7 @@ class OffloadedLoop:
         """Close the engine, which gives the model its values."""
         self.abandon()
         if self.engine is not None and not self.engine.is_closed:
-            self.engine.complete_step()
+            self.engine.complete_step(again=self._is_early)
             self.engine.close()
         atexit.unregister(self._leave)
 
@@ -267,7 +267,7 @@ class OffloadedLoop:
             hasattr(sys, name) for name in ("last_exc", "last_value")
         )  # the first since Python 3.12
         if self.engine is not None and not self.engine.is_closed and not has_failed:
-            self.engine.complete_step()
+            self.engine.complete_step(again=self._is_early)
 
     def _finish(self) -> None:
         assert self._step is not None and self.engine is not None

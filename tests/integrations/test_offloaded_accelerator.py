@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,42 @@ def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     assert [sum(mine.losses[i : i + 3]) / 3 for i in range(0, 18, 3)] == pytest.approx(losses, rel=1e-6)
 
 
+def losses_at_rates(kind, *, clips: bool, after_clipping: bool = False):
+    """The losses of a loop that sets the rate of each step when its gradients are there."""
+    accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Texts(12), batch_size=2))
+    losses, rate = [], 0.08
+    for batch in loader:
+        with accelerator.accumulate(net):
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                if clips and after_clipping:
+                    accelerator.clip_grad_norm_(net.parameters(), NORM)
+                rate = optimizer.param_groups[0]["lr"] = rate / 4
+                if clips and not after_clipping:
+                    accelerator.clip_grad_norm_(net.parameters(), NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.end_training()
+    return losses
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_rate_set_after_backward_is_that_of_the_step(tmp_path, clips):
+    mine = losses_at_rates(out_of_core(tmp_path, clipping=NORM if clips else None), clips=clips)
+    assert mine == pytest.approx(losses_at_rates(Accelerator, clips=clips), rel=1e-5)
+
+
+def test_a_rate_set_after_clipping_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="between clip_grad_norm_ and"):
+        losses_at_rates(out_of_core(tmp_path), clips=True, after_clipping=True)
+    assert len([*(tmp_path / "run" / "commits").iterdir()]) == 1
+
+
 @pytest.mark.parametrize(
     "kind, step",
     [
@@ -129,6 +168,34 @@ def test_an_interrupted_script_ends_the_same(tmp_path, kind, step):
     assert everything(rest) == everything(whole)
     assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
     assert len(rest.norms) == 8 - (step - 1)
+
+
+FAILS = """
+import sys
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from holdfast.integrations.accelerate import offloaded
+from offloaded_loop_script import NORM, train
+
+move = CosineAnnealingLR.step
+
+def fails(self, *args):
+    if self.last_epoch == 1:
+        raise ValueError("amid the loop's code")
+    return move(self, *args)
+
+CosineAnnealingLR.step = fails
+train(offloaded(Accelerator, sys.argv[1], clipping=NORM))
+"""
+
+
+@pytest.mark.slow
+def test_an_error_before_the_schedule_moves_leaves_the_step_out(tmp_path):
+    """The commit would have a schedule that is a move behind."""
+    words = [sys.executable, "-W", "ignore", "-c", FAILS, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "amid the loop's code" in done.stderr
+    assert max((tmp_path / "run" / "commits").iterdir()).name.startswith("step-000000000001")
 
 
 @pytest.mark.slow
@@ -192,6 +259,50 @@ def test_weights_are_saved_while_the_engine_has_them(tmp_path):
     assert loaded.config.architectures == ["LlamaForCausalLM"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_evaluation_with_adapters_and_without(tmp_path):
+    """The engine computes several batches in a pass: each result is of the adapters as they are at the call."""
+    peft = pytest.importorskip("peft")
+
+    def compared(kind):
+        accelerator = kind(cpu=True)
+        torch.manual_seed(1)
+        options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        net = peft.get_peft_model(model(), peft.LoraConfig(**options))
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+        loaders = DataLoader(Texts(4), batch_size=2), DataLoader(Texts(7, 100), batch_size=2)
+        net, optimizer, _, others = accelerator.prepare(net, optimizer, *loaders)
+        found = [getattr(accelerator, "steps_done", 0)]  # opens the run, with adapters
+        net.eval()
+        with torch.no_grad():
+            for batch in others:
+                with net.disable_adapter():
+                    found.append(float(net(**batch).loss))
+                found.append(float(net(**batch).loss))
+        accelerator.end_training()
+        return found
+
+    assert compared(out_of_core(tmp_path)) == pytest.approx(compared(Accelerator), rel=1e-5)
+
+
+def test_a_schedule_that_moves_after_the_last_save_is_in_the_run(tmp_path):
+    def opened():
+        accelerator, net, optimizer, loader = prepared(tmp_path)
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        return accelerator, net, optimizer, loader, schedule
+
+    accelerator, net, optimizer, loader, schedule = opened()
+    batch = next(iter(loader))
+    accelerator.backward(net.train()(**batch).loss)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="save_state writes no folder"):
+        accelerator.save_state()
+    schedule.step()
+    accelerator.end_training()
+    accelerator, *_, schedule = opened()
+    assert (accelerator.steps_done, schedule.get_last_lr()) == (1, [0.005])
+
+
 # Refusals
 
 
@@ -235,6 +346,11 @@ def reads_a_gradient(net, batch):
     return loss
 
 
+def changes_the_model(net, batch):
+    net.model.layers[1].self_attn.scaling *= 2
+    return net(**batch).loss
+
+
 def asks_for_weights(net, batch):
     loss = net(**batch).loss
     net.state_dict()
@@ -252,6 +368,7 @@ def asks_for_weights(net, batch):
         (with_a_weight, BadInput, r"depends on a parameter of shape \[50, 16\]"),
         (without_gradients, BadInput, "call model.eval"),
         (reads_a_gradient, ModelNotSupported, "clip by accelerator.clip_grad_norm_"),
+        (changes_the_model, BadInput, r"changed model.layers.1.self_attn.scaling of the model"),
         (asks_for_weights, BadInput, "in the middle of an optimizer step"),
     ],
     ids=lambda each: getattr(each, "__name__", None),
@@ -285,6 +402,32 @@ def prepared(root, **options):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     loader = DataLoader(Texts(), batch_size=2)
     return accelerator, *accelerator.prepare(net, optimizer, loader)
+
+
+def test_what_is_prepared_when_the_run_is_open_is_refused(tmp_path):
+    """Its state would not be in the run, and after a resume it would begin anew."""
+    accelerator, _, optimizer, _ = prepared(tmp_path)
+    assert accelerator.steps_done == 0
+    with pytest.raises(BadInput, match="a schedule was prepared when the run was open"):
+        accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(BadInput, match="registered for checkpointing when"):
+        accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_schedule_that_is_not_prepared_is_told_of(tmp_path, is_prepared):
+    """It was made of the optimizer that ``prepare`` returned."""
+    accelerator, net, optimizer, loader = prepared(tmp_path)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if is_prepared:
+        schedule = accelerator.prepare(schedule)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batch = next(iter(loader))
+        accelerator.backward(net.train()(**batch).loss)
+        optimizer.step()
+    accelerator.end_training()
+    assert any("StepLR moves learning rates" in str(each.message) for each in caught) != is_prepared
 
 
 def test_accumulation_by_hand_is_refused(tmp_path):

@@ -120,6 +120,21 @@ def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, options):
 
 
 @pytest.mark.slow
+class SetsRates(Module):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_before_optimizer_step(self, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.02 / (1 + self.trainer.global_step)
+
+
+def test_a_rate_set_by_a_hook_is_that_of_the_step(tmp_path):
+    options = {"max_epochs": 1, "shuffle": False}
+    *_, expected = fit(tmp_path, module=SetsRates(), **options)
+    *_, told = out_of_core(tmp_path, module=SetsRates(), **options)
+    assert [loss for loss, *_ in told] == pytest.approx([loss for loss, *_ in expected], rel=1e-5)
+
+
 def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     _, module, _ = out_of_core(tmp_path, samples=18, shuffle=False)
     net = model()
@@ -163,6 +178,28 @@ def test_checkpoints_have_the_weights_of_the_engine(tmp_path):
     last = torch.load(max((tmp_path / "kept").iterdir()), weights_only=False)
     assert last["global_step"] == 4
     assert digest(sorted(last["state_dict"].items())) == digest(sorted(module.state_dict().items()))
+
+
+class Stops(Module):
+    def on_train_batch_end(self, outputs, batch, number):
+        self.trainer.should_stop = number == 4
+
+
+def test_training_that_is_stopped_within_a_step_ends_after_it(tmp_path):
+    trainer, module, told = out_of_core(tmp_path, module=Stops())
+    assert (trainer.global_step, len(told)) == (2, 6)
+    assert not any(parameter.is_meta for parameter in module.parameters())
+
+
+class LeavesOut(Module):
+    def on_train_batch_start(self, batch, number):
+        return -1 if number == 4 else None
+
+
+@pytest.mark.parametrize("epochs, text", [(1, "ended in the middle"), (2, "batch 4 of the epoch")])
+def test_batches_left_out_within_a_step_are_refused(tmp_path, epochs, text):
+    with pytest.raises(BadInput, match=text):
+        out_of_core(tmp_path, module=LeavesOut(), max_epochs=epochs, limit_val_batches=0)
 
 
 class ByHand(Module):

@@ -237,6 +237,12 @@ def test_rows_that_the_models_code_keeps_stay_what_they_are(tmp_path):
     assert step(tmp_path, kept) == expected
 
 
+def test_rows_of_a_detached_parameter_are_those_of_the_parameter(tmp_path):
+    rows = step(tmp_path / "plain", lambda weight, x: x @ weight[1])
+    assert step(tmp_path / "detached", lambda weight, x: x @ weight.detach()[1]) == rows
+    assert step(tmp_path / "data", lambda weight, x: x @ weight.data[1]) == rows
+
+
 def test_what_cannot_be_split_is_refused_before_anything_is_written(tmp_path):
     together = mixture()
     together.set_experts_implementation("grouped_mm")

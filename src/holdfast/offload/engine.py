@@ -202,6 +202,14 @@ class Engine:
             self._witness.stepped(self.steps_done, {}, progress, self.close, lambda: self.durable_step)
         return self.last["loss"]
 
+    def take_hyper_parameters(self) -> None:
+        """Let the step under way use the hyper-parameters as they are now, not as they were when it began.
+
+        For a loop with ``is_late = True``, while the step waits for it and has updated nothing.
+        """
+        assert self._late is not None
+        self._late.hyper = self._run.optimizer.snapshot()
+
     def complete_step(self, again: bool = False) -> bool:
         """Take the loader's state, which a loop has changed since the newest step; its commit waits for this.
 

@@ -72,7 +72,11 @@ def needs_arguments(scheduler: Any) -> bool:
 
 
 def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Yield the schedulers of ``optimizer``, and those of an optimizer around it, as accelerate has one."""
     for each in _referring_to(optimizer):
+        if isinstance(each, torch.optim.Optimizer) and getattr(each, "optimizer", None) is optimizer:
+            yield from _schedulers_of(each)
+            continue
         looks_so = isinstance(each, LRScheduler) or "sched" in type(each).__name__.lower()
         if looks_so and getattr(each, "optimizer", None) is optimizer and hasattr(each, "state_dict"):
             yield each

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ...errors import BadInput
 from ...offload.engine import Engine
 from ...offload.model.microbatches import OwnCall
-from .model_calls import CallPattern, ModelCall
+from .model_calls import CallPattern, ModelCall, changed_setting
 from .shared_step import SharedStep
 
 
@@ -54,15 +54,25 @@ class LoopStep:
     Call order: ``output`` and ``take_loss`` for each micro-batch, then ``finish``; or ``abandon`` at any time.
     """
 
-    def __init__(self, engine: Engine, model: Callable[..., Any], batches: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: Callable[..., Any],
+        batches: Sequence[Any],
+        settings: Callable[[], dict[str, Any]],
+    ) -> None:
         """Prepare the step.
 
         Args:
             engine: The engine.
             model: The function that the loop's calls of the model run.
             batches: The batches of the step's micro-batches.
+            settings: Returns the plain attributes of the model (``settings_of``).
         """
         self._engine, self._model, self._batches = engine, model, batches
+        self._settings_now = settings
+        self._settings: dict[str, Any] = {}
+        """The plain attributes of the model when the loop last got an output."""
         self._calls: list[ModelCall] = []
         self._output: _Output | None = None
         """The newest output, until its loss is there."""
@@ -147,11 +157,17 @@ class LoopStep:
 
     def _go_on(self) -> None:
         assert self._shared is not None
+        if name := changed_setting(self._settings, self._settings_now()):
+            self._refuse(
+                f"the loop has changed {name} of the model in the middle of an optimizer step, and the engine computes"
+                " all micro-batches of a step together: change it between steps"
+            )
         loss, self._loss = self._loss, None
         self._take(self._shared.go_on(loss))
 
     def _take(self, event: Any) -> None:
         self._output = event if isinstance(event, _Output) else None
+        self._settings = self._settings_now()
 
     def _refuse_other(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Raise ``BadInput`` if the next micro-batch was called with other arguments than the engine was given."""

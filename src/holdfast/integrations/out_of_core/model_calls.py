@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...errors import BadInput
@@ -83,6 +84,44 @@ class CallPattern:
         except (KeyError, IndexError) as error:
             raise BadInput(f"the batches of one step differ: one of them has no {error}") from error
         return ModelCall(*pytree.tree_unflatten(made, self._spec))
+
+
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of all modules of ``model`` by name, on which a forward pass may depend.
+
+    Such are modes, the adapters that are switched on, and their scales. Containers count if all in them is plain.
+    """
+    return {
+        f"{path}.{name}".lstrip("."): plain
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if (plain := _plain_setting(value)) is not _NO_SETTING
+    }
+
+
+def changed_setting(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Return the name of an attribute that differs; None if all are the same."""
+    if before == now:
+        return None
+    return next(
+        name for name in {**before, **now} if before.get(name, _NO_SETTING) != now.get(name, _NO_SETTING)
+    )
+
+
+def _plain_setting(value: Any) -> Any:
+    """Return an attribute as a value that later changes do not reach."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, dict):
+        is_plain = all(isinstance(each, PLAIN) for each in value.values())
+        return dict(value) if is_plain else _NO_SETTING
+    if isinstance(value, (list, tuple, set)):
+        is_plain = all(isinstance(each, PLAIN) for each in value)
+        return (frozenset if isinstance(value, set) else tuple)(value) if is_plain else _NO_SETTING
+    return _NO_SETTING
+
+
+_NO_SETTING = object()
 
 
 def _is_data(leaf: Any) -> bool:

@@ -101,6 +101,10 @@ class OffloadedSteps(Accelerator):
         self._loop.take_schedule(prepared)
         return prepared
 
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        self._loop.refuse_late("an object was registered for checkpointing")
+        super().register_for_checkpointing(*objects)
+
     # The loop
 
     @contextmanager

@@ -29,10 +29,11 @@ from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
 from ...offload.offload_options import Clipping
 from ...optim.mezo import MeZO
+from ...state.progress import hyper_parameters
 from ..shared.changed_attributes import innermost
 from ..shared.position import Batches
 from .loop_step import LoopStep
-from .model_calls import ModelCall
+from .model_calls import ModelCall, settings_of
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
 from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 
@@ -55,6 +56,8 @@ class OffloadedLoop:
         """True if the newest step was completed, to save it, before the loop asked for the next batches."""
         self._was_clipped = False
         """True from a call that clips to that of the optimizer: the engine has done the step."""
+        self._hyper: list[dict[str, Any]] = []
+        """The hyper-parameters that the engine has done the newest step with."""
 
     # What prepare is given
 
@@ -87,6 +90,7 @@ class OffloadedLoop:
 
     def take_schedule(self, schedule: Any) -> None:
         """Leave ``schedule`` where it is in passes that the run has ended."""
+        self.refuse_late("a schedule was prepared")
         own = schedule.step
 
         def step(*args: Any, **kwargs: Any) -> None:
@@ -94,6 +98,14 @@ class OffloadedLoop:
                 own(*args, **kwargs)
 
         vars(schedule)["step"] = step
+
+    def refuse_late(self, what: str) -> None:
+        """Raise ``BadInput`` if the run is open, which has restored the states that it has."""
+        if self.engine is not None:
+            raise BadInput(
+                f"{what} when the run was open, which would not have its state. Prepare and register all before the"
+                " first call of the model, the first pass over the loader, and accelerator.steps_done."
+            )
 
     # The run
 
@@ -136,7 +148,7 @@ class OffloadedLoop:
         """Close the engine, which gives the model its values."""
         self.abandon()
         if self.engine is not None and not self.engine.is_closed:
-            self.engine.complete_step()
+            self.engine.complete_step(again=self._is_early)
             self.engine.close()
         atexit.unregister(self._leave)
 
@@ -219,7 +231,16 @@ class OffloadedLoop:
                     " call it if accelerator.sync_gradients, or leave clipping out"
                 )
             self._finish()
+        elif self._hyper_now() != self._hyper:
+            self._give_up()
+            raise BadInput(
+                "the optimizer's param_groups were changed between clip_grad_norm_ and optimizer.step(), and the engine"
+                " does the step when it clips: change them before clip_grad_norm_ or after optimizer.step()"
+            )
         self._was_clipped = False
+
+    def _hyper_now(self) -> list[dict[str, Any]]:
+        return hyper_parameters(innermost(self._accelerator._optimizers[0]).param_groups)
 
     def _between(self) -> None:
         """Complete the step before, whose code in the loop is over. Called before batches are fetched."""
@@ -230,10 +251,10 @@ class OffloadedLoop:
         self._is_early = False
 
     def _begun(self, engine: Engine, computes: Callable[..., Any]) -> LoopStep:
-        assert self.batches is not None
+        assert self.batches is not None and self.model is not None
         if self._was_clipped:
             raise BadInput("gradients were clipped, and optimizer.step() was not called")
-        return LoopStep(engine, computes, self.batches.group())
+        return LoopStep(engine, computes, self.batches.group(), partial(settings_of, self.model))
 
     def _complete_early(self, engine: Engine) -> None:
         """Complete the newest step; what the loop changes before the next is committed with it again."""
@@ -242,11 +263,16 @@ class OffloadedLoop:
     def _leave(self) -> None:
         """Complete the newest step at the end of the process, unless an error has come amid the code of the loop."""
         self.abandon()
-        if self.engine is not None and not self.engine.is_closed and not hasattr(sys, "last_exc"):
-            self.engine.complete_step()
+        has_failed = any(
+            hasattr(sys, name) for name in ("last_exc", "last_value")
+        )  # the first since Python 3.12
+        if self.engine is not None and not self.engine.is_closed and not has_failed:
+            self.engine.complete_step(again=self._is_early)
 
     def _finish(self) -> None:
-        assert self._step is not None
+        assert self._step is not None and self.engine is not None
+        self._taking(self.engine.take_hyper_parameters)()
+        self._hyper = self._hyper_now()
         self._taking(self._step.finish)()
         self._step = None
 
@@ -264,7 +290,7 @@ class OffloadedLoop:
             return engine.run_calls([partial(each.run, computes) for each in calls])
 
         for batches in self._evaluations:
-            is_there, result = batches.answer(args, kwargs, run, engine.steps_done)
+            is_there, result = batches.answer(args, kwargs, run, engine.steps_done, self.model)
             if is_there:
                 return result
         return run([ModelCall(args, kwargs)])[0]
@@ -298,6 +324,12 @@ class OffloadedLoop:
         if step is not None:
             self._failed = True
             step.abandon()
+
+    def _give_up(self) -> None:
+        """Give up the newest step, which is done and not committed. The run is whole up to the step before."""
+        assert self.engine is not None
+        self._failed = True
+        self.engine.give_up()
 
     def _refuse(self, text: str) -> NoReturn:
         self.abandon()

@@ -151,7 +151,11 @@ class OffloadedFit(Fit):
         self._ahead: BatchesAhead | None = None
         self._step: SharedStep | None = None
         """The step that is under way."""
+        self._next_batch = 0
+        """The number, in its epoch, of the next batch of that step."""
         self._is_early = self._is_taken = False
+        self._stops = False
+        """True if training was told to stop within a step: it does so after the step."""
 
     @property
     def engine(self) -> Engine | None:
@@ -226,15 +230,29 @@ class OffloadedFit(Fit):
     def next_output(self) -> Any:
         """Return what ``training_step`` of the module returned for the present batch."""
         assert self._engine is not None and self._ahead is not None
-        if self._step is not None:
-            return self._step.go_on(None)
         first = self._loop.batch_idx
+        if self._step is not None:
+            if first != self._next_batch:
+                self._refuse(
+                    f"batch {self._next_batch} of the epoch is of an optimizer step that has begun, and was left out:"
+                    " let hooks leave out batches where a step begins"
+                )
+            self._next_batch += 1
+            return self._step.go_on(None)
         calls = [
             OwnCall(partial(self._call, batch, first + number), {}, {})
             for number, batch in enumerate(self._ahead.group)
         ]
-        self._step = SharedStep(self._engine, calls)
+        self._step, self._next_batch = SharedStep(self._engine, calls), first + 1
         return self._step.begin()
+
+    def end_iteration(self, fetcher: Any) -> None:
+        """End the iteration, and the step with its last one. Training that is to stop within a step stops after it."""
+        is_amid = self._step is not None
+        self._stops |= self._trainer.should_stop
+        self._trainer.should_stop = self._stops and not is_amid
+        self._stops &= is_amid
+        super().end_iteration(fetcher)
 
     def evaluated(self, step: Callable[[], Any]) -> Any:
         """Return what ``step`` returns, whose calls of the model the engine takes."""
@@ -259,13 +277,21 @@ class OffloadedFit(Fit):
         loss = None if closure is None else closure()
         if self._step is None:
             raise BadInput("the optimizer was stepped without training_step: leave its step to the trainer")
+        assert self._engine is not None
         step, self._step = self._step, None
         try:
+            self._engine.take_hyper_parameters()  # hooks may have changed them
             step.go_on(None)
         except BaseException:
             step.abandon()
             raise
         return loss
+
+    def refuse_end(self) -> NoReturn:
+        """Raise ``BadInput``, because training has ended within a step, whose batches it has left out."""
+        self._refuse(
+            "training has ended in the middle of an optimizer step: let hooks leave out batches where one begins"
+        )
 
     def abandon(self) -> None:
         """Give up the step that is under way, and the engine with it."""
@@ -313,6 +339,8 @@ class _Records:
         if engine is not None and save and self._fit._step is None:
             self._fit.complete()
             engine.close()
+        elif engine is not None and save:
+            self._fit.refuse_end()
         self._fit.abandon()
         if self._fit.engine is not None:
             self._fit.engine.give_up()

@@ -16,7 +16,7 @@ from torch import nn
 from ...errors import BadInput
 from ..shared.batches_ahead import BatchesAhead
 from ..shared.position import Batches
-from .model_calls import CallPattern, ModelCall
+from .model_calls import CallPattern, ModelCall, settings_of
 
 AHEAD = 8
 """The most batches of an evaluation that go through the blocks together."""
@@ -116,13 +116,21 @@ class EvaluationBatches(BatchesAhead):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, AHEAD)
-        self._results: list[tuple[ModelCall, Any]] = []
-        """The calls of the model that remain of the newest pass, with their results."""
-        self._step = 0
-        """The number of optimizer steps that were done before that pass."""
+        self._passes: list[tuple[dict[str, Any], list[tuple[ModelCall, Any]]]] = []
+        """The passes over the present group, one for each of the settings that the model had after it.
+
+        Each has the calls of the model that remain, with their results.
+        """
+        self._of: tuple[int, list[Any]] = (0, [])
+        """The number of optimizer steps that were done before these passes, and their group."""
 
     def answer(
-        self, args: tuple, kwargs: dict[str, Any], run: Callable[[list[ModelCall]], list[Any]], step: int
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        run: Callable[[list[ModelCall]], list[Any]],
+        step: int,
+        model: nn.Module,
     ) -> tuple[bool, Any]:
         """Return whether a call of the model is one with the next batch, and its result.
 
@@ -133,20 +141,25 @@ class EvaluationBatches(BatchesAhead):
             kwargs: Its keywords.
             run: Returns the results of several calls.
             step: The number of optimizer steps done.
+            model: The model.
         """
-        if self._step != step:  # of other weights
-            self._results, self._step = [], step
-        for number, (call, result) in enumerate(self._results):
-            if call.is_called(args, kwargs) and not call.has_changed:
-                del self._results[: number + 1]
-                return True, result
+        if self._of[0] != step or self._of[1] is not self.group:
+            self._passes, self._of = [], (step, self.group)
+        settings = settings_of(model) if self._passes else {}
+        for results in (results for before, results in self._passes if before == settings):
+            for number, (call, result) in enumerate(results):
+                if call.is_called(args, kwargs) and not call.has_changed:
+                    del results[: number + 1]
+                    return True, result
         found = _found(self.group, args, kwargs)
         if found is None:
             return False, None
         first, pattern = found
         calls = [pattern.of(batch) for batch in self.group[first:]]
         results = run(calls)
-        self._results = list(zip(calls[1:], results[1:], strict=True))
+        settings = settings_of(model)  # afterwards, as the model may count its calls
+        self._passes = [each for each in self._passes if each[0] != settings]
+        self._passes.append((settings, list(zip(calls[1:], results[1:], strict=True))))
         return True, results[0]
 
 

@@ -97,7 +97,7 @@ class AbsentParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
             if func in _SAME:
                 alias = func(*args, **(kwargs or {})).as_subclass(cls)
-                alias.absence = absent.absence
+                alias.__dict__.update(absent.__dict__)  # of experts, also what reads their rows
                 return alias
         raise absent.absence.refusal()
 

@@ -230,6 +230,36 @@ def test_copy_that_is_older_than_the_disk_is_not_taken(memory, root, tmp_path):
     assert resumed(root) == STOP
 
 
+def leave_with_base_after_copy(root, memory, aside):
+    """Leave a run as a kill does that comes when a base is newer than the copy, which is still there."""
+    loop, checkpointer = auto(root)
+    checkpointer.resume()
+    train(loop, checkpointer, STOP)
+    checkpointer._backend._copies._wait()
+    [place] = memory.iterdir()
+    shutil.copytree(place, aside)
+    checkpointer.save()
+    checkpointer.close(save=False)
+    shutil.copytree(aside, place)
+
+
+def test_step_of_an_abandoned_base_is_not_durable(memory, root, tmp_path):
+    states, _ = reference(COPY)
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    loop, checkpointer = auto(root)
+    assert checkpointer.resume(step=COPY) == COPY
+    assert (checkpointer.durable_step, checkpointer.replica_step) == (BASE, COPY)
+    checkpointer.close(save=False)
+    loop, checkpointer = auto(root)
+    assert checkpointer.resume() == COPY and same(loop.state(), states[COPY])
+    checkpointer.wait()
+    assert checkpointer.durable_step == COPY
+    checkpointer.close(save=False)
+    shutil.rmtree(memory)
+    memory.mkdir()
+    assert resumed(root) == COPY
+
+
 def test_rollback_drops_the_copy_of_what_it_abandons(memory, root, caplog):
     states, _ = reference(BASE)
     loop, checkpointer = auto(root)

@@ -203,7 +203,7 @@ class LogBackend(DurabilityBackend):
         if found is None:
             return None
         training.rates = self._recovery.rates
-        self._disk_step = retained_state.newest(store, None)
+        self._disk_step = retained_state.newest(store, kept.last)  # later ones are abandoned
         self._events.emit("resumed", source="memory", step=found.point.step, durable_step=self._disk_step)
         return found
 

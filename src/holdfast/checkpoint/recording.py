@@ -174,7 +174,7 @@ class LogBackend(DurabilityBackend):
         if not store.commits():
             training.ranks.all_do(partial(_refuse_followed, store, follower))
             return None
-        found = self._from_memory(store, asked)
+        found = self._from_memory(store, asked, follower)
         if found is not None:
             return found
         found = recover(
@@ -191,14 +191,21 @@ class LogBackend(DurabilityBackend):
             )
         return found
 
-    def _from_memory(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
-        """Restore the copy that an earlier process left in memory; None if the disk has a step as new."""
+    def _from_memory(
+        self, store: LocalStore, asked: ResumeRequest, follower: Follower | None
+    ) -> RecoveryResult | None:
+        """Restore the copy that an earlier process left in memory; None if the disk has a step as new.
+
+        A damaged copy may be loaded in part, so that the state is no longer where ``follower`` had brought it.
+        """
         training = self._training
         if self._why_no_copies():
             return None
         kept = newest_copy(store, asked.target, asked.exact)
         if kept is None:
             return None
+        if follower is not None:
+            follower.reached = None
         found = recover_copy(store, kept, training.state, training.script, self._recovery)
         if found is None:
             return None

@@ -260,6 +260,27 @@ def test_step_of_an_abandoned_base_is_not_durable(memory, root, tmp_path):
     assert resumed(root) == COPY
 
 
+@pytest.mark.parametrize("whole", [(BASE,), ()])
+def test_copy_is_taken_where_newer_bases_are_damaged(memory, root, tmp_path, whole):
+    states, _ = reference(STOP)
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    with LocalStore(root) as store:
+        damaged = [store.load(ref) for ref in store.commits() if ref.step not in whole]
+        for path in {file.path for base in damaged for file in base.files.values()}:
+            (root / path).write_bytes((root / path).read_bytes()[:-1] + b"?")
+    loop, checkpointer = auto(root)
+    with checkpointer:
+        with pytest.warns(
+            UserWarning, match="copy in memory was taken, since the disk leads to no step as new"
+        ):
+            assert checkpointer.resume() == COPY
+        assert same(loop.state(), states[COPY])
+        if whole:
+            assert checkpointer.durable_step == BASE
+        train(loop, checkpointer, STOP)
+    assert same(loop.state(), states[STOP]) and resumed(root) == STOP
+
+
 def test_rollback_drops_the_copy_of_what_it_abandons(memory, root, caplog):
     states, _ = reference(BASE)
     loop, checkpointer = auto(root)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from holdfast import failpoints
 
 from ..accelerators import devices_of
-from ..errors import RunMismatch
+from ..errors import Damaged, NoCommit, RunMismatch
 from ..events import EventLog, tell
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence
@@ -177,11 +178,22 @@ class LogBackend(DurabilityBackend):
         found = self._from_memory(store, asked, follower)
         if found is not None:
             return found
-        found = recover(
-            seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
-            continuing=asked.continuing, after_update=training.update_again, watch=recovery,
-            reached=None if follower is None else follower.reached,
-        )  # fmt: skip
+        try:
+            found = recover(
+                seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
+                continuing=asked.continuing, after_update=training.update_again, watch=recovery,
+                reached=None if follower is None else follower.reached,
+            )  # fmt: skip
+        except (Damaged, NoCommit) as error:
+            newer = self._from_memory(
+                store, asked, None, _DiskEnd(_newest_whole(store, asked.target), str(error))
+            )
+            if newer is None:
+                raise
+            return newer
+        newer = self._from_memory(store, asked, None, _DiskEnd(found.point.step, *found.problems[:1]))
+        if newer is not None:
+            return newer
         training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
         self._settle(found, seen)
@@ -192,16 +204,24 @@ class LogBackend(DurabilityBackend):
         return found
 
     def _from_memory(
-        self, store: LocalStore, asked: ResumeRequest, follower: Follower | None
+        self,
+        store: LocalStore,
+        asked: ResumeRequest,
+        follower: Follower | None,
+        disk: _DiskEnd | None = None,
     ) -> RecoveryResult | None:
         """Restore the copy that an earlier process left in memory; None if the disk has a step as new.
 
-        A damaged copy may be loaded in part, so that the state is no longer where ``follower`` had brought it.
+        Args:
+            store: The run.
+            asked: The step that is wanted.
+            follower: A damaged copy may be loaded in part, so that the state is no longer where this had brought it.
+            disk: The step that the disk was found to lead to. By default the headers there are believed.
         """
         training = self._training
         if self._why_no_copies():
             return None
-        kept = newest_copy(store, asked.target, asked.exact)
+        kept = newest_copy(store, asked.target, asked.exact, None if disk is None else disk.step)
         if kept is None:
             return None
         if follower is not None:
@@ -210,8 +230,13 @@ class LogBackend(DurabilityBackend):
         if found is None:
             return None
         training.rates = self._recovery.rates
-        self._disk_step = retained_state.newest(store, kept.last)  # later ones are abandoned
+        # later steps of the disk are abandoned
+        self._disk_step = retained_state.newest(store, kept.last) if disk is None else disk.step
         self._events.emit("resumed", source="memory", step=found.point.step, durable_step=self._disk_step)
+        if disk is not None:
+            found.problems.insert(
+                0, f"the copy in memory was taken, since the disk leads to no step as new. {disk.why}"
+            )
         return found
 
     def _entered(self, store: LocalStore, asked: ResumeRequest) -> LocalStore:
@@ -559,6 +584,20 @@ class LogBackend(DurabilityBackend):
             self._pool.close()
         if self._pace is not None:
             self._pace.bases.release()
+
+
+@dataclass(frozen=True)
+class _DiskEnd:
+    """The last step to which the disk leads, -1 if none, and why to no later one."""
+
+    step: int
+    why: str = ""
+
+
+def _newest_whole(store: LocalStore, target: int | None) -> int:
+    """Return the step of the newest base, at most ``target``, that a recovery has not found damaged; -1 if none."""
+    whole = (ref.step for ref in store.line() if ref not in store.damaged)
+    return max((step for step in whole if target is None or step <= target), default=-1)
 
 
 def _refuse_followed(store: LocalStore, follower: Follower | None) -> None:

@@ -110,6 +110,16 @@ def test_run_is_killed_again_before_its_next_copy(memory, root):
         checkpointer.close(save=False)
 
 
+def test_step_that_only_memory_had_is_not_said_to_have_been_durable(memory, root):
+    leave(root)
+    _, checkpointer = auto(root)
+    assert checkpointer.resume() == COPY
+    checkpointer.close(save=False)
+    shutil.rmtree(memory)  # the machine ends
+    memory.mkdir()
+    assert resumed(root) == BASE  # a warning would be an error
+
+
 def test_copy_that_is_cut_off_gives_way_to_the_one_before(memory, root, kill_at):
     states, _ = reference(COPY)
     loop, checkpointer = auto(root)

@@ -23,6 +23,7 @@ from ..events import EventLog, tell
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence
 from ..store import run_store
+from ..store.log.chain import DURABLE_AT_FORK
 from ..store.log.journal import uncopied
 from ..store.node_store import NodeStore
 from ..store.run_store import LocalStore
@@ -262,7 +263,10 @@ class LogBackend(DurabilityBackend):
         self._training.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
         if self._nodes is None:
-            run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS, **this_machine()})
+            about: dict[str, str | int] = {BY: RECORDS, **this_machine()}
+            if self._disk_step is not None:
+                about[DURABLE_AT_FORK] = self._disk_step
+            run_store.begin(self._store, self._training.ranks, point, about)
             if self._drives is not None:
                 self._drives.take(self._store)
         else:

@@ -291,6 +291,14 @@ def test_copy_is_taken_where_newer_bases_are_damaged(memory, root, tmp_path, who
     assert same(loop.state(), states[STOP]) and resumed(root) == STOP
 
 
+@pytest.mark.parametrize("asked", [{}, {"step": BASE}])
+def test_copy_that_nothing_continues_from_gives_its_memory_back(memory, root, tmp_path, asked):
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    with start(root)[1] as checkpointer:
+        assert checkpointer.resume(**asked) == asked.get("step", STOP)
+        assert list(memory.iterdir()) == []
+
+
 def test_rollback_drops_the_copy_of_what_it_abandons(memory, root, caplog):
     states, _ = reference(BASE)
     loop, checkpointer = auto(root)

@@ -44,7 +44,7 @@ from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
 from .snapshot.host_copy import HostCopy
-from .snapshot.memory_copies import MemoryCopies, why_unavailable
+from .snapshot.memory_copies import MemoryCopies, remove_left_copy, why_unavailable
 from .snapshot.run_drives import RunDrives
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
@@ -342,9 +342,15 @@ class LogBackend(DurabilityBackend):
         return pace
 
     def _make_copies(self) -> MemoryCopies | None:
-        """Return the copies in memory, if they may be chosen, or if training continues from one."""
+        """Return the copies in memory, if they may be chosen, or if training continues from one.
+
+        Otherwise one that an earlier process left is removed, since nothing continues from it any more.
+        """
         is_taken = self._disk_step is not None
-        if self._why_no_copies() or not (is_taken or self._options.told_every is None):
+        if self._why_no_copies():
+            return None
+        if not (is_taken or self._options.told_every is None):
+            remove_left_copy(self._store)
             return None
         return MemoryCopies(self._store, is_taken, self._options.helper_cpus)
 

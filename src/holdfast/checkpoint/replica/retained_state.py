@@ -128,6 +128,21 @@ def look(place: Path, store: LocalStore) -> list[RetainedState]:
     return [each for each in found if each is not None]
 
 
+def is_copy(place: Path) -> bool:
+    """Return whether ``place`` holds a copy by the trainer, of any timeline, or one that was never whole.
+
+    Nobody may be writing to it.
+    """
+    if not (place / KEPT).is_dir():
+        return False
+    with shared_memory.opened(place / KEPT) as memory:
+        commits = memory.commits()
+        try:
+            return not commits or memory.load(commits[0]).progress.get("cut") == COPY
+        except Damaged:
+            return False
+
+
 def newest_of(places: Iterable[Path], store: LocalStore) -> int:
     """Return the newest step that is kept in any of ``places``; -1 if none is."""
     return max((each.last for place in places for each in look(place, store)), default=-1)

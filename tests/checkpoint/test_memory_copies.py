@@ -17,7 +17,7 @@ from holdfast.checkpoint.recovery import kept_copy
 from holdfast.checkpoint.replica import retained_state, shared_memory
 from holdfast.checkpoint.snapshot import memory_copies, snapshot_scheduler
 from holdfast.cli import inspect
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, DiskFull
 from holdfast.events import read_events
 from holdfast.schedule.interval.step_cadence import CadenceChoice
 from holdfast.schedule.interval.tuner import MEAN_SECONDS_BETWEEN_FAILURES
@@ -193,6 +193,34 @@ def test_memory_is_given_back_where_copies_are_not_chosen(memory, root, monkeypa
         assert data_files(memory)
         train(loop, checkpointer, STOP)
         assert list(memory.iterdir()) == [] and checkpointer.durable_step == STOP
+
+
+def test_memory_is_given_back_where_memory_holds_no_whole_base(memory, root, monkeypatch):
+    leave(root)
+    monkeypatch.setattr(snapshot_scheduler.SnapshotScheduler, "_has_room", False)
+    loop, checkpointer = auto(root)
+    with checkpointer:
+        with pytest.warns(UserWarning, match="records every step, since a copy of the state"):
+            assert checkpointer.resume() == COPY
+        assert data_files(memory)
+        train(loop, checkpointer, STOP + 4)
+        assert list(memory.iterdir()) == [] and checkpointer.durable_step == STOP + 4
+
+
+def test_memory_is_given_back_after_a_failed_copy(memory, root, monkeypatch):
+    loop, checkpointer = auto(root)
+    with checkpointer:
+        checkpointer.resume()
+        train(loop, checkpointer, STOP)
+        copies = checkpointer._backend._copies
+        copies._wait()
+        monkeypatch.setattr(copies._memory, "publish", fail)
+        train(loop, checkpointer, STOP + 6)
+        assert checkpointer.durable_step > COPY and list(memory.iterdir()) == []
+
+
+def fail(*_):
+    raise DiskFull("made up")
 
 
 def test_copy_of_a_copied_run_is_not_taken(memory, root, tmp_path):

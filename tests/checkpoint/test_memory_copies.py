@@ -308,15 +308,29 @@ def test_copy_is_taken_where_newer_bases_are_damaged(memory, root, tmp_path, who
             (root / path).write_bytes((root / path).read_bytes()[:-1] + b"?")
     loop, checkpointer = auto(root)
     with checkpointer:
-        with pytest.warns(
-            UserWarning, match="copy in memory was taken, since the disk leads to no step as new"
-        ):
+        with pytest.warns(UserWarning, match="copy in memory was taken, since the disk leads to"):
             assert checkpointer.resume() == COPY
         assert same(loop.state(), states[COPY])
         if whole:
             assert checkpointer.durable_step == BASE
         train(loop, checkpointer, STOP)
     assert same(loop.state(), states[STOP]) and resumed(root) == STOP
+
+
+def test_damaged_copy_beside_a_damaged_base_leaves_the_base_before(memory, root, tmp_path):
+    states, _ = reference(BASE)
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    with LocalStore(root) as store:
+        paths = [root / file.path for file in store.load(store.commits()[0]).files.values()]
+    *_, one, other = data_files(memory)  # both slots of the last chunk
+    for path in (*paths, one, other):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    loop, checkpointer = auto(root)
+    with pytest.warns(UserWarning) as told:
+        assert checkpointer.resume() == BASE
+    assert f"copy of step {COPY} in memory is not whole" in str(told[0].message)
+    assert same(loop.state(), states[BASE])
+    checkpointer.close(save=False)
 
 
 @pytest.mark.parametrize("asked", [{}, {"step": BASE}])

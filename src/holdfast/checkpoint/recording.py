@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
 from .recovery.following import Follower
 from .recovery.kept_copy import machine_seconds, newest_copy, recover_copy, this_machine
+from .recovery.lineage import Reached
 from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
@@ -176,25 +176,16 @@ class LogBackend(DurabilityBackend):
         if not store.commits():
             training.ranks.all_do(partial(_refuse_followed, store, follower))
             return None
-        found = self._from_memory(store, asked, follower)
-        if found is not None:
+        kept = self._newer_copy(store, asked)
+        if kept is not None:
+            if follower is not None:
+                follower.reached = None  # a damaged copy may be loaded in part
+            found = self._from_copy(store, kept)
+            if found is not None:
+                return found
+        found = self._from_disk(seen, asked, None if follower is None else follower.reached)
+        if self._disk_step is not None:
             return found
-        try:
-            found = recover(
-                seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
-                continuing=asked.continuing, after_update=training.update_again, watch=recovery,
-                reached=None if follower is None else follower.reached,
-            )  # fmt: skip
-        except (Damaged, NoCommit) as error:
-            newer = self._from_memory(
-                store, asked, None, _DiskEnd(_newest_whole(store, asked.target), str(error))
-            )
-            if newer is None:
-                raise
-            return newer
-        newer = self._from_memory(store, asked, None, _DiskEnd(found.point.step, *found.problems[:1]))
-        if newer is not None:
-            return newer
         training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
         self._settle(found, seen)
@@ -204,39 +195,69 @@ class LogBackend(DurabilityBackend):
             )
         return found
 
-    def _from_memory(
-        self,
-        store: LocalStore,
-        asked: ResumeRequest,
-        follower: Follower | None,
-        disk: _DiskEnd | None = None,
-    ) -> RecoveryResult | None:
-        """Restore the copy that an earlier process left in memory; None if the disk has a step as new.
+    def _from_disk(self, store: LocalStore, asked: ResumeRequest, reached: Reached | None) -> RecoveryResult:
+        """Restore what the disk leads to, or else a copy in memory of a later step, where the disk is damaged.
 
         Args:
             store: The run.
             asked: The step that is wanted.
-            follower: A damaged copy may be loaded in part, so that the state is no longer where this had brought it.
-            disk: The step that the disk was found to lead to. By default the headers there are believed.
+            reached: The point of the run that the state is at already, if any.
         """
         training = self._training
-        if self._why_no_copies():
-            return None
-        kept = newest_copy(store, asked.target, asked.exact, None if disk is None else disk.step)
+
+        def recovered(reached: Reached | None) -> RecoveryResult:
+            return recover(
+                store, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
+                continuing=asked.continuing, after_update=training.update_again, watch=self._recovery, reached=reached,
+            )  # fmt: skip
+
+        try:
+            found = recovered(reached)
+        except (Damaged, NoCommit):
+            disk_step = _newest_whole(store, asked.target)
+            kept = self._newer_copy(store, asked, disk_step)
+            newer = None if kept is None else self._from_copy(store, kept, disk_step)
+            if newer is None:
+                raise
+            return newer
+        disk_step = found.point.step
+        kept = self._newer_copy(store, asked, disk_step)
         if kept is None:
-            return None
-        if follower is not None:
-            follower.reached = None
+            return found
+        return self._from_copy(store, kept, disk_step) or recovered(None)
+
+    def _newer_copy(
+        self, store: LocalStore, asked: ResumeRequest, disk_step: int | None = None
+    ) -> retained_state.RetainedState | None:
+        """Return the copy that an earlier process left in memory, if it is newer than ``disk_step``.
+
+        By default the headers on the disk tell that step.
+        """
+        return None if self._why_no_copies() else newest_copy(store, asked.target, asked.exact, disk_step)
+
+    def _from_copy(
+        self, store: LocalStore, kept: retained_state.RetainedState, disk_step: int | None = None
+    ) -> RecoveryResult | None:
+        """Restore the copy ``kept``. None if it is damaged, where the state may be of no step.
+
+        Args:
+            store: The run.
+            kept: The copy.
+            disk_step: The step that the disk was found to lead to, -1 for none; None to believe its headers.
+        """
+        training = self._training
         found = recover_copy(store, kept, training.state, training.script, self._recovery)
         if found is None:
             return None
         training.rates = self._recovery.rates
         # later steps of the disk are abandoned
-        self._disk_step = retained_state.newest(store, kept.last) if disk is None else disk.step
+        self._disk_step = retained_state.newest(store, kept.last) if disk_step is None else disk_step
         self._events.emit("resumed", source="memory", step=found.point.step, durable_step=self._disk_step)
-        if disk is not None:
-            found.problems.insert(
-                0, f"the copy in memory was taken, since the disk leads to no step as new. {disk.why}"
+        if disk_step is not None:
+            end = f"step {disk_step:,} alone" if disk_step >= 0 else "no step"
+            found.problems.append(
+                f"the copy in memory was taken, since the disk leads to {end}: what is newer there is damaged."
+                f" `holdfast verify {store.root}` names it."
             )
         return found
 
@@ -594,14 +615,6 @@ class LogBackend(DurabilityBackend):
             self._pool.close()
         if self._pace is not None:
             self._pace.bases.release()
-
-
-@dataclass(frozen=True)
-class _DiskEnd:
-    """The last step to which the disk leads, -1 if none, and why to no later one."""
-
-    step: int
-    why: str = ""
 
 
 def _newest_whole(store: LocalStore, target: int | None) -> int:

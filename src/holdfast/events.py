@@ -92,8 +92,8 @@ class EventLog:
             os.write(self._file, b"\n")
 
 
-def tell(text: str) -> None:
-    """Log one line to the logger ``holdfast``.
+def tell(text: str, level: int = logging.INFO) -> None:
+    """Log one line to the logger ``holdfast``, at ``level``: that of a warning where steps are lost.
 
     It appears on standard error, unless the script or a library has set up logging, which then decides.
     """
@@ -104,7 +104,7 @@ def tell(text: str) -> None:
         log.addHandler(handler)
         if log.level == logging.NOTSET:
             log.setLevel(logging.INFO)
-    log.info(text)
+    log.log(level, text)
 
 
 def describe_lost_steps(log: Path | None, step: int) -> str:

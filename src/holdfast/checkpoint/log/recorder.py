@@ -9,6 +9,7 @@ replica's server.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -333,7 +334,8 @@ class Recorder:
         if self.durable_step < self.last_put:
             tell(
                 f"the script ended without close(), and of its steps to {self.last_put} those after"
-                f" {self.durable_step} are not durable: {why}"
+                f" {self.durable_step} are not durable: {why}",
+                logging.WARNING,
             )
 
     def _want(self, step: int) -> None:

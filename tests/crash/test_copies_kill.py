@@ -6,18 +6,11 @@ from __future__ import annotations
 import pytest
 
 from combined import one_in
-from fork_server import ForkServer
 from holdfast import failpoints
 
 STEPS = 40
 IN_COPIES = [*failpoints.MEMORY, *failpoints.NAMES[2:-1]]
 """A copy is published as any commit is. The points before are of files on the disk."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

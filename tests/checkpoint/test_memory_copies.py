@@ -6,6 +6,7 @@ A choice is made after 11 steps, with a base of step 10 on the disk; then each s
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -253,6 +254,15 @@ def test_copy_of_an_abandoned_timeline_is_not_taken(memory, root, tmp_path):
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(tmp_path / "aside", place)
     assert resumed(root) == BASE + 1
+
+
+def test_refused_save_into_the_run_does_not_hide_the_copy(memory, root):
+    leave(root)
+    with LocalStore(root) as store:
+        own = store.timelines()[0][1]
+    other = replace(own, id=2, parent=1, fork_step=BASE, key="0" * 32, parent_key=own.key, by_saves=True)
+    (root / other.path).write_bytes(other.encode())
+    assert resumed(root) == COPY
 
 
 def test_copy_that_is_older_than_the_disk_is_not_taken(memory, root, tmp_path):

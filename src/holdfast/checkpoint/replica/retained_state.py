@@ -181,7 +181,7 @@ def _look(place: Path, folder: str, store: LocalStore) -> RetainedState | None:
     timelines = store.timelines()[0]
     if line is None or "run" not in line.base.progress or not timelines:
         return None
-    limits = dict(ancestry(timelines, max(timelines)))
+    limits = dict(ancestry(timelines, store.tip()))
     timeline, key = line.base.progress["run"]
     record = timelines.get(timeline)
     if record is None or record.key != key or timeline not in limits:

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoint.loops import cut_small
 from holdfast import Checkpointer
 from holdfast.checkpoint.recovery import following
 from holdfast.errors import HoldfastError, RunMismatch
 from holdfast.supervised.attempt import Supervisor
 from holdfast.supervised.standing_by import VARIABLE
+from support.switching import copy_often
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +34,12 @@ def supervised(monkeypatch, tmp_path):
 class Job:
     """A model with batch norm under a ``Checkpointer``, and steps whose data depend on their number alone."""
 
-    def __init__(self, run, seed=0):
+    def __init__(self, run, seed=0, **options):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.ckpt = Checkpointer(run, model=self.model, optimizer=self.optimizer, base_every=1000)
+        options = options or {"base_every": 1000}
+        self.ckpt = Checkpointer(run, model=self.model, optimizer=self.optimizer, **options)
 
     def steps(self, count):
         for _ in range(count):
@@ -45,7 +48,9 @@ class Job:
             self.model(torch.randn(4, 6)).square().mean().backward()
             self.optimizer.step()
             self.ckpt.step()
-        self.ckpt.wait()
+            self.ckpt._backend.drain()
+        if self.ckpt._backend.records_steps:
+            self.ckpt.wait()
 
     def state(self):
         states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
@@ -59,8 +64,8 @@ class Job:
 class Standby:
     """A second job that waits in ``resume()`` for the run of another one."""
 
-    def __init__(self, run):
-        self.job = Job(run, seed=1)
+    def __init__(self, run, **options):
+        self.job = Job(run, seed=1, **options)
         self.error = None
         self._thread = threading.Thread(target=self._resume, daemon=True)
         self._thread.start()
@@ -160,6 +165,30 @@ def test_follower_goes_on_from_a_newer_base(tmp_path):
     assert standby.job.equals(first)
     first.ckpt.close()
     standby.takes_over().ckpt.close()
+
+
+def test_damaged_copy_in_memory_makes_a_takeover_load_everything(tmp_path, monkeypatch):
+    cut_small(monkeypatch)
+    (tmp_path / "memory").mkdir()
+    copy_often(tmp_path / "memory", monkeypatch.setattr)
+    first = Job(tmp_path / "run", every="auto")
+    first.ckpt.resume()
+    first.steps(10)
+    at_base = [value.clone() for value in first.state()]
+    first.steps(8)
+    first.ckpt._backend._copies._wait()
+    assert (first.ckpt.durable_step, first.ckpt.replica_step) == (10, 18)
+    standby = Standby(tmp_path / "run", every="auto")
+    standby.until(lambda: standby.reached == 10)
+    *_, file, other = sorted((tmp_path / "memory").glob("*/state/data/*"))  # both slots of the last chunk
+    for each in (file, other):
+        each.write_bytes(each.read_bytes()[:-1] + b"?")
+    with pytest.warns(UserWarning, match="copy of step 18 in memory is not whole"):
+        first.ckpt.close(save=False)
+        job = standby.takes_over()
+    assert job.ckpt.steps_done == 10
+    assert all(torch.equal(*pair) for pair in zip(job.state(), at_base, strict=True))
+    job.ckpt.close(save=False)
 
 
 def test_emptied_run_is_not_begun_with_what_was_followed(tmp_path):

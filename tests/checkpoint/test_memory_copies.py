@@ -6,6 +6,7 @@ A choice is made after 11 steps, with a base of step 10 on the disk; then each s
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from holdfast.checkpoint.recovery import kept_copy
 from holdfast.checkpoint.replica import retained_state, shared_memory
 from holdfast.checkpoint.snapshot import memory_copies, snapshot_scheduler
 from holdfast.cli import inspect
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, DiskFull
 from holdfast.events import read_events
 from holdfast.schedule.interval.step_cadence import CadenceChoice
 from holdfast.schedule.interval.tuner import MEAN_SECONDS_BETWEEN_FAILURES
@@ -110,6 +111,16 @@ def test_run_is_killed_again_before_its_next_copy(memory, root):
         checkpointer.close(save=False)
 
 
+def test_step_that_only_memory_had_is_not_said_to_have_been_durable(memory, root):
+    leave(root)
+    _, checkpointer = auto(root)
+    assert checkpointer.resume() == COPY
+    checkpointer.close(save=False)
+    shutil.rmtree(memory)  # the machine ends
+    memory.mkdir()
+    assert resumed(root) == BASE  # a warning would be an error
+
+
 def test_copy_that_is_cut_off_gives_way_to_the_one_before(memory, root, kill_at):
     states, _ = reference(COPY)
     loop, checkpointer = auto(root)
@@ -185,6 +196,34 @@ def test_memory_is_given_back_where_copies_are_not_chosen(memory, root, monkeypa
         assert list(memory.iterdir()) == [] and checkpointer.durable_step == STOP
 
 
+def test_memory_is_given_back_where_memory_holds_no_whole_base(memory, root, monkeypatch):
+    leave(root)
+    monkeypatch.setattr(snapshot_scheduler.SnapshotScheduler, "_has_room", False)
+    loop, checkpointer = auto(root)
+    with checkpointer:
+        with pytest.warns(UserWarning, match="records every step, since a copy of the state"):
+            assert checkpointer.resume() == COPY
+        assert data_files(memory)
+        train(loop, checkpointer, STOP + 4)
+        assert list(memory.iterdir()) == [] and checkpointer.durable_step == STOP + 4
+
+
+def test_memory_is_given_back_after_a_failed_copy(memory, root, monkeypatch):
+    loop, checkpointer = auto(root)
+    with checkpointer:
+        checkpointer.resume()
+        train(loop, checkpointer, STOP)
+        copies = checkpointer._backend._copies
+        copies._wait()
+        monkeypatch.setattr(copies._memory, "publish", fail)
+        train(loop, checkpointer, STOP + 6)
+        assert checkpointer.durable_step > COPY and list(memory.iterdir()) == []
+
+
+def fail(*_):
+    raise DiskFull("made up")
+
+
 def test_copy_of_a_copied_run_is_not_taken(memory, root, tmp_path):
     leave(root)
     shutil.copytree(root, tmp_path / "other")
@@ -217,6 +256,15 @@ def test_copy_of_an_abandoned_timeline_is_not_taken(memory, root, tmp_path):
     assert resumed(root) == BASE + 1
 
 
+def test_refused_save_into_the_run_does_not_hide_the_copy(memory, root):
+    leave(root)
+    with LocalStore(root) as store:
+        own = store.timelines()[0][1]
+    other = replace(own, id=2, parent=1, fork_step=BASE, key="0" * 32, parent_key=own.key, by_saves=True)
+    (root / other.path).write_bytes(other.encode())
+    assert resumed(root) == COPY
+
+
 def test_copy_that_is_older_than_the_disk_is_not_taken(memory, root, tmp_path):
     loop, checkpointer = auto(root)
     checkpointer.resume()
@@ -228,6 +276,79 @@ def test_copy_that_is_older_than_the_disk_is_not_taken(memory, root, tmp_path):
     checkpointer.close(save=False)
     shutil.copytree(tmp_path / "aside", place)
     assert resumed(root) == STOP
+
+
+def leave_with_base_after_copy(root, memory, aside):
+    """Leave a run as a kill does that comes when a base is newer than the copy, which is still there."""
+    loop, checkpointer = auto(root)
+    checkpointer.resume()
+    train(loop, checkpointer, STOP)
+    checkpointer._backend._copies._wait()
+    [place] = memory.iterdir()
+    shutil.copytree(place, aside)
+    checkpointer.save()
+    checkpointer.close(save=False)
+    shutil.copytree(aside, place)
+
+
+def test_step_of_an_abandoned_base_is_not_durable(memory, root, tmp_path):
+    states, _ = reference(COPY)
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    loop, checkpointer = auto(root)
+    assert checkpointer.resume(step=COPY) == COPY
+    assert (checkpointer.durable_step, checkpointer.replica_step) == (BASE, COPY)
+    checkpointer.close(save=False)
+    loop, checkpointer = auto(root)
+    assert checkpointer.resume() == COPY and same(loop.state(), states[COPY])
+    checkpointer.wait()
+    assert checkpointer.durable_step == COPY
+    checkpointer.close(save=False)
+    shutil.rmtree(memory)
+    memory.mkdir()
+    assert resumed(root) == COPY
+
+
+@pytest.mark.parametrize("whole", [(BASE,), ()])
+def test_copy_is_taken_where_newer_bases_are_damaged(memory, root, tmp_path, whole):
+    states, _ = reference(STOP)
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    with LocalStore(root) as store:
+        damaged = [store.load(ref) for ref in store.commits() if ref.step not in whole]
+        for path in {file.path for base in damaged for file in base.files.values()}:
+            (root / path).write_bytes((root / path).read_bytes()[:-1] + b"?")
+    loop, checkpointer = auto(root)
+    with checkpointer:
+        with pytest.warns(UserWarning, match="copy in memory was taken, since the disk leads to"):
+            assert checkpointer.resume() == COPY
+        assert same(loop.state(), states[COPY])
+        if whole:
+            assert checkpointer.durable_step == BASE
+        train(loop, checkpointer, STOP)
+    assert same(loop.state(), states[STOP]) and resumed(root) == STOP
+
+
+def test_damaged_copy_beside_a_damaged_base_leaves_the_base_before(memory, root, tmp_path):
+    states, _ = reference(BASE)
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    with LocalStore(root) as store:
+        paths = [root / file.path for file in store.load(store.commits()[0]).files.values()]
+    *_, one, other = data_files(memory)  # both slots of the last chunk
+    for path in (*paths, one, other):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    loop, checkpointer = auto(root)
+    with pytest.warns(UserWarning) as told:
+        assert checkpointer.resume() == BASE
+    assert f"copy of step {COPY} in memory is not whole" in str(told[0].message)
+    assert same(loop.state(), states[BASE])
+    checkpointer.close(save=False)
+
+
+@pytest.mark.parametrize("asked", [{}, {"step": BASE}])
+def test_copy_that_nothing_continues_from_gives_its_memory_back(memory, root, tmp_path, asked):
+    leave_with_base_after_copy(root, memory, tmp_path / "aside")
+    with start(root)[1] as checkpointer:
+        assert checkpointer.resume(**asked) == asked.get("step", STOP)
+        assert list(memory.iterdir()) == []
 
 
 def test_rollback_drops_the_copy_of_what_it_abandons(memory, root, caplog):

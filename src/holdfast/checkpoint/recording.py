@@ -17,11 +17,12 @@ from typing import Any
 from holdfast import failpoints
 
 from ..accelerators import devices_of
-from ..errors import RunMismatch
+from ..errors import Damaged, NoCommit, RunMismatch
 from ..events import EventLog, tell
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence
 from ..store import run_store
+from ..store.log.chain import DURABLE_AT_FORK
 from ..store.log.journal import uncopied
 from ..store.node_store import NodeStore
 from ..store.run_store import LocalStore
@@ -37,12 +38,13 @@ from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
 from .recovery.following import Follower
 from .recovery.kept_copy import machine_seconds, newest_copy, recover_copy, this_machine
+from .recovery.lineage import Reached
 from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
 from .snapshot.host_copy import HostCopy
-from .snapshot.memory_copies import MemoryCopies, why_unavailable
+from .snapshot.memory_copies import MemoryCopies, remove_left_copy, why_unavailable
 from .snapshot.run_drives import RunDrives
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
@@ -174,14 +176,16 @@ class LogBackend(DurabilityBackend):
         if not store.commits():
             training.ranks.all_do(partial(_refuse_followed, store, follower))
             return None
-        found = self._from_memory(store, asked)
-        if found is not None:
+        kept = self._newer_copy(store, asked)
+        if kept is not None:
+            if follower is not None:
+                follower.reached = None  # a damaged copy may be loaded in part
+            found = self._from_copy(store, kept)
+            if found is not None:
+                return found
+        found = self._from_disk(seen, asked, None if follower is None else follower.reached)
+        if self._disk_step is not None:
             return found
-        found = recover(
-            seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
-            continuing=asked.continuing, after_update=training.update_again, watch=recovery,
-            reached=None if follower is None else follower.reached,
-        )  # fmt: skip
         training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
         self._settle(found, seen)
@@ -191,20 +195,70 @@ class LogBackend(DurabilityBackend):
             )
         return found
 
-    def _from_memory(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
-        """Restore the copy that an earlier process left in memory; None if the disk has a step as new."""
+    def _from_disk(self, store: LocalStore, asked: ResumeRequest, reached: Reached | None) -> RecoveryResult:
+        """Restore what the disk leads to, or else a copy in memory of a later step, where the disk is damaged.
+
+        Args:
+            store: The run.
+            asked: The step that is wanted.
+            reached: The point of the run that the state is at already, if any.
+        """
         training = self._training
-        if self._why_no_copies():
-            return None
-        kept = newest_copy(store, asked.target, asked.exact)
+
+        def recovered(reached: Reached | None) -> RecoveryResult:
+            return recover(
+                store, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
+                continuing=asked.continuing, after_update=training.update_again, watch=self._recovery, reached=reached,
+            )  # fmt: skip
+
+        try:
+            found = recovered(reached)
+        except (Damaged, NoCommit):
+            disk_step = _newest_whole(store, asked.target)
+            kept = self._newer_copy(store, asked, disk_step)
+            newer = None if kept is None else self._from_copy(store, kept, disk_step)
+            if newer is None:
+                raise
+            return newer
+        disk_step = found.point.step
+        kept = self._newer_copy(store, asked, disk_step)
         if kept is None:
-            return None
+            return found
+        return self._from_copy(store, kept, disk_step) or recovered(None)
+
+    def _newer_copy(
+        self, store: LocalStore, asked: ResumeRequest, disk_step: int | None = None
+    ) -> retained_state.RetainedState | None:
+        """Return the copy that an earlier process left in memory, if it is newer than ``disk_step``.
+
+        By default the headers on the disk tell that step.
+        """
+        return None if self._why_no_copies() else newest_copy(store, asked.target, asked.exact, disk_step)
+
+    def _from_copy(
+        self, store: LocalStore, kept: retained_state.RetainedState, disk_step: int | None = None
+    ) -> RecoveryResult | None:
+        """Restore the copy ``kept``. None if it is damaged, where the state may be of no step.
+
+        Args:
+            store: The run.
+            kept: The copy.
+            disk_step: The step that the disk was found to lead to, -1 for none; None to believe its headers.
+        """
+        training = self._training
         found = recover_copy(store, kept, training.state, training.script, self._recovery)
         if found is None:
             return None
         training.rates = self._recovery.rates
-        self._disk_step = retained_state.newest(store, None)
+        # later steps of the disk are abandoned
+        self._disk_step = retained_state.newest(store, kept.last) if disk_step is None else disk_step
         self._events.emit("resumed", source="memory", step=found.point.step, durable_step=self._disk_step)
+        if disk_step is not None:
+            end = f"step {disk_step:,} alone" if disk_step >= 0 else "no step"
+            found.problems.append(
+                f"the copy in memory was taken, since the disk leads to {end}: what is newer there is damaged."
+                f" `holdfast verify {store.root}` names it."
+            )
         return found
 
     def _entered(self, store: LocalStore, asked: ResumeRequest) -> LocalStore:
@@ -230,7 +284,10 @@ class LogBackend(DurabilityBackend):
         self._training.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
         if self._nodes is None:
-            run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS, **this_machine()})
+            about: dict[str, str | int] = {BY: RECORDS, **this_machine()}
+            if self._disk_step is not None:
+                about[DURABLE_AT_FORK] = self._disk_step
+            run_store.begin(self._store, self._training.ranks, point, about)
             if self._drives is not None:
                 self._drives.take(self._store)
         else:
@@ -306,9 +363,15 @@ class LogBackend(DurabilityBackend):
         return pace
 
     def _make_copies(self) -> MemoryCopies | None:
-        """Return the copies in memory, if they may be chosen, or if training continues from one."""
+        """Return the copies in memory, if they may be chosen, or if training continues from one.
+
+        Otherwise one that an earlier process left is removed, since nothing continues from it any more.
+        """
         is_taken = self._disk_step is not None
-        if self._why_no_copies() or not (is_taken or self._options.told_every is None):
+        if self._why_no_copies():
+            return None
+        if not (is_taken or self._options.told_every is None):
+            remove_left_copy(self._store)
             return None
         return MemoryCopies(self._store, is_taken, self._options.helper_cpus)
 
@@ -552,6 +615,12 @@ class LogBackend(DurabilityBackend):
             self._pool.close()
         if self._pace is not None:
             self._pace.bases.release()
+
+
+def _newest_whole(store: LocalStore, target: int | None) -> int:
+    """Return the step of the newest base, at most ``target``, that a recovery has not found damaged; -1 if none."""
+    whole = (ref.step for ref in store.line() if ref not in store.damaged)
+    return max((step for step in whole if target is None or step <= target), default=-1)
 
 
 def _refuse_followed(store: LocalStore, follower: Follower | None) -> None:

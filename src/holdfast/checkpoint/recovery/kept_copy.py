@@ -29,7 +29,9 @@ BOOT = "boot"
 """The key in a timeline's record that names the start of the writer's machine."""
 
 
-def newest_copy(store: LocalStore, target: int | None, exact: bool) -> retained_state.RetainedState | None:
+def newest_copy(
+    store: LocalStore, target: int | None, exact: bool, disk_step: int | None = None
+) -> retained_state.RetainedState | None:
     """Return the copy in memory of a step that is newer than all that the disk of the run has; None without one.
 
     What a replica kept is left to replicas.
@@ -37,6 +39,7 @@ def newest_copy(store: LocalStore, target: int | None, exact: bool) -> retained_
     Args:
         target: The greatest step that is wanted; None for the newest.
         exact: Accept no step but ``target``.
+        disk_step: The step that the disk was found to lead to; None to believe its headers.
     """
     found = [
         each
@@ -45,7 +48,9 @@ def newest_copy(store: LocalStore, target: int | None, exact: bool) -> retained_
         if each.cut == COPY and (target is None or each.last <= target)
     ]
     newest = max(found, key=lambda each: each.last, default=None)
-    if newest is None or newest.last <= retained_state.newest(store, target):
+    if newest is None:
+        return None
+    if newest.last <= (retained_state.newest(store, target) if disk_step is None else disk_step):
         return None
     return None if exact and newest.last != target else newest
 

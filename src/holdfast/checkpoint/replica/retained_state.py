@@ -128,6 +128,21 @@ def look(place: Path, store: LocalStore) -> list[RetainedState]:
     return [each for each in found if each is not None]
 
 
+def is_copy(place: Path) -> bool:
+    """Return whether ``place`` holds a copy by the trainer, of any timeline, or one that was never whole.
+
+    Nobody may be writing to it.
+    """
+    if not (place / KEPT).is_dir():
+        return False
+    with shared_memory.opened(place / KEPT) as memory:
+        commits = memory.commits()
+        try:
+            return not commits or memory.load(commits[0]).progress.get("cut") == COPY
+        except Damaged:
+            return False
+
+
 def newest_of(places: Iterable[Path], store: LocalStore) -> int:
     """Return the newest step that is kept in any of ``places``; -1 if none is."""
     return max((each.last for place in places for each in look(place, store)), default=-1)
@@ -166,7 +181,7 @@ def _look(place: Path, folder: str, store: LocalStore) -> RetainedState | None:
     timelines = store.timelines()[0]
     if line is None or "run" not in line.base.progress or not timelines:
         return None
-    limits = dict(ancestry(timelines, max(timelines)))
+    limits = dict(ancestry(timelines, store.tip()))
     timeline, key = line.base.progress["run"]
     record = timelines.get(timeline)
     if record is None or record.key != key or timeline not in limits:

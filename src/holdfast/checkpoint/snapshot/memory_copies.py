@@ -53,6 +53,13 @@ def why_unavailable(store: LocalStore, num_ranks: int, has_nodes: bool) -> str:
     return ""
 
 
+def remove_left_copy(store: LocalStore) -> None:
+    """Remove the copy that an earlier process of the run in ``store`` left. What a replica kept stays."""
+    place = shared_memory.place_for(store.disk.root, shared_memory.MEMORY, store.run_key())
+    if retained_state.is_copy(place):
+        _remove_kept(place)
+
+
 class MemoryCopies:
     """The copies of the run that ``store`` writes, in its current timeline.
 
@@ -146,9 +153,7 @@ class MemoryCopies:
     def _remove(self) -> None:
         """Remove the copy and both slots, and the store if a replica has left nothing there."""
         self.step = -1
-        shared_memory.remove(self._path)
-        if not any((self.place / name).exists() for name in (retained_state.SYNC, retained_state.SOCKET)):
-            shared_memory.remove(self.place)
+        _remove_kept(self.place)
 
     def _divide(self, owned: dict[str, Held], state: LiveState) -> LocalStore:
         """Make both slots for the form that ``state`` has now. A copy of an earlier form goes first."""
@@ -207,6 +212,13 @@ class MemoryCopies:
             written[unit.name] = slot, unit.files.note_written(slot, self._slots[unit.name][slot])
         memory.publish(step, written, self._index, progress)
         self.step = step
+
+
+def _remove_kept(place: Path) -> None:
+    """Remove what is kept in ``place``, and the store if a replica has left nothing there."""
+    shared_memory.remove(place / retained_state.KEPT)
+    if not any((place / name).exists() for name in (retained_state.SYNC, retained_state.SOCKET)):
+        shared_memory.remove(place)
 
 
 def _mapped(path: Path) -> memoryview:

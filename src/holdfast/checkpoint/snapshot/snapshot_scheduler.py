@@ -216,8 +216,9 @@ class SnapshotScheduler:
             if copies.nbytes != before:
                 self._emit("copies", step=step, bytes=copies.nbytes, place=str(copies.place))
         except (HoldfastError, OSError) as error:
-            self._copies = None
-            copies.close(self._recorder.durable_step)
+            copies.close(
+                self._recorder.durable_step
+            )  # and ``free`` removes what stays, once the disk is as new
             self.cadence.leave_copies()
             why = f'every="auto" continues without copies in memory: {error}'
             self._emit(
@@ -462,7 +463,7 @@ class SnapshotScheduler:
     def _stay_with_records(self, step: int) -> None:
         """Record every step from here on, because memory does not hold a copy of the state."""
         full, _ = self.bases.expected_bytes()
-        self.cadence, self._copies = StepCadence(), None
+        self.cadence = StepCadence()
         why = (
             f'every="auto" records every step, since a copy of the state ({format_bytes(full)}) is more than half of'
             f" memory=. Give at least {2 * full} bytes to have the choice."

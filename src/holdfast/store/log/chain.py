@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from holdfast.errors import Damaged, DiskFailed, Unreadable
@@ -141,6 +141,9 @@ class Journal:
         return self.errors.get(step)
 
 
+DURABLE_AT_FORK = "durable_step"
+"""The key in a timeline's record that names the newest durable step, where the step that it continues was in memory."""
+
 ReadSegment = Callable[[AnyDisk, SegmentRef], tuple[list[StoredRecord], Damaged | DiskFailed | None]]
 """A function like ``read_what_can_be``."""
 
@@ -158,8 +161,12 @@ def read_journal(
     """
     journal = Journal()
     timelines = store.timelines()[0]
-    limits = dict(ancestry(timelines, store.tip() if tip is None else tip))
-    journal.acknowledged = max((limit for limit in limits.values() if limit is not None), default=-1)
+    line = ancestry(timelines, store.tip() if tip is None else tip)
+    limits = dict(line)
+    for (resumed, _), (_, limit) in pairwise(line):
+        assert limit is not None
+        durable = min(limit, timelines[resumed].writer.get(DURABLE_AT_FORK, limit))
+        journal.acknowledged = max(journal.acknowledged, durable)
     refs = segments(store.disk, stream)
     for ref, following in zip_longest(refs, refs[1:]):
         if ref.timeline not in limits:

@@ -29,20 +29,22 @@ class World:
 
     undisturbed: dict[str, list[dict[str, Any]]] = {}  # noqa: RUF012 (of this process)
 
-    def __init__(self, script: str = "training") -> None:
-        self._script = script
+    def __init__(self, script: str = "training", patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """``script`` is a module of ``dist``, or the full name of another one."""
+        self._script = script if "." in script else f"dist.{script}"
+        self._patience = patience_seconds
 
     def run(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
         """What each rank of a world said, put together, with ``code``: 0, or minus the signal that ended it."""
         environment = environment_of(
             GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(world_size)
         )
-        script = f"dist.{self._script}"
-        answer = call("dist.world", "supervise", script, env=environment, script=script, order=order)
+        how = {"script": self._script, "patience_seconds": self._patience, "order": order}
+        answer = call("dist.world", "supervise", self._script, env=environment, **how)
         for rank, said in enumerate(answer["ranks"]):
             if "stacks" in said:  # it crashed or hung, and pytest shortens what an assertion prints
                 print(f"rank {rank} ended with {said['code']}:\n{said['stacks']}", file=sys.stderr)
-        assert not answer["late"], f"{order} took more than {PATIENCE_SECONDS:.0f} s: {answer['ranks']}"
+        assert not answer["late"], f"{order} took more than {self._patience:.0f} s: {answer['ranks']}"
         return answer["ranks"]
 
     def run_undisturbed(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
@@ -79,13 +81,13 @@ def use_one_gloo_thread() -> None:
     distributed_c10d.ProcessGroupGloo = OneWorker
 
 
-def supervise(script: str, order: dict[str, Any]) -> dict[str, Any]:
+def supervise(script: str, patience_seconds: float, order: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: fork the ranks, wait for them, and put together what they say."""
     use_one_gloo_thread()
     main, world_size = partial(sys.modules[script].main, **order), int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
-        pids = [_fork(main, rank, world_size, Path(folder)) for rank in range(world_size)]
-        codes, late = _wait(pids)
+        pids = [_fork(main, rank, world_size, Path(folder), patience_seconds) for rank in range(world_size)]
+        codes, late = _wait(pids, patience_seconds)
         ranks = []
         for rank in range(world_size):
             said: dict[str, Any] = {"code": codes[rank]}
@@ -98,7 +100,9 @@ def supervise(script: str, order: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "late": late}
 
 
-def _fork(main: Callable[..., None], rank: int, world_size: int, folder: Path) -> int:
+def _fork(
+    main: Callable[..., None], rank: int, world_size: int, folder: Path, patience_seconds: float
+) -> int:
     path = folder / f"said-{rank}"
     path.touch()
     pid = os.fork()
@@ -109,8 +113,9 @@ def _fork(main: Callable[..., None], rank: int, world_size: int, folder: Path) -
 
     stacks = open(folder / f"stacks-{rank}", "w")  # noqa: SIM115 (open until the process ends)
     faulthandler.enable(stacks)
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True, file=stacks)
+    faulthandler.dump_traceback_later(patience_seconds - 5, exit=True, file=stacks)
     os.environ["RANK"] = str(rank)
+    os.dup2(2, 1)  # what libraries print is not part of the answer
 
     def say(**what: Any) -> None:
         with open(path, "a") as file:
@@ -132,9 +137,9 @@ def _fork(main: Callable[..., None], rank: int, world_size: int, folder: Path) -
         os._exit(0)
 
 
-def _wait(pids: list[int]) -> tuple[list[int], bool]:
+def _wait(pids: list[int], patience_seconds: float) -> tuple[list[int], bool]:
     codes: dict[int, int] = {}
-    end, late = time.monotonic() + PATIENCE_SECONDS, False
+    end, late = time.monotonic() + patience_seconds, False
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:

@@ -1,23 +1,20 @@
-"""One world of DeepSpeed on gloo: trains and saves, or loads universal folders; tells what it holds.
+"""One rank of a world of DeepSpeed on gloo: trains and saves, or loads universal folders; tells what it holds.
 
-Run by torchrun: ``deepspeed_run.py JOBS.json``, a list of jobs, one engine after another in one world (the start of
-Python is most of the time of any of them). A job with a ``form`` is of the awkward decoder and not of the odd
-model. What each parameter and its optimizer state are, as DeepSpeed reports them itself, goes to the file ``report`` of
-the job, by rank 0.
+It is given a list of jobs, and does them with one engine after another. A job with a ``form`` is of the awkward
+decoder and not of the odd model. What each parameter and its optimizer state are, as DeepSpeed reports them itself,
+goes to the file ``report`` of the job, by rank 0.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+import os
 
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from odd_model import Model, groups_of, loss_of, tokens_of
 
 from dist.awkward_decoder import Awkward, Form, batch_of, optimizer_of
+from peers.odd_model import Model, groups_of, loss_of, tokens_of
 
 SAVED = 3
 """The step of checkpoints."""
@@ -131,10 +128,16 @@ def amend(engine, own):
         state["step"] = state["step"].clone()
 
 
-def main():
+def begin(rank, world_size, rendezvous):
+    os.environ["LOCAL_RANK"] = str(rank)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-    deepspeed.init_distributed("gloo")
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    where = {"init_method": rendezvous, "rank": rank, "world_size": world_size}
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, **where)
+
+
+def main(rank, world_size, rendezvous, say, *, jobs):
+    begin(rank, world_size, rendezvous)
+    for job in jobs:
         engine = engine_of(job)
         own = [group["weight_decay"] for group in engine.optimizer.param_groups]
         if job["do"] == "save":
@@ -149,8 +152,3 @@ def main():
         if deepspeed.comm.get_rank() == 0:
             torch.save({**told, "losses": losses, "rates": rates}, job["report"])
         engine.destroy()
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,28 +1,25 @@
-"""One world of DeepSpeed on gloo whose live engines begin from sources, and are saved, by this library.
+"""One rank of a world of DeepSpeed on gloo whose live engines begin from sources, and are saved, by this library.
 
-Run by torchrun: ``live_run.py JOBS.json``. A job trains ``trained`` steps, loads ``source`` with ``options`` of
+A job trains ``trained`` steps, loads ``source`` with ``options`` of
 ``From``, tells what DeepSpeed says that it holds, saves to ``run`` and trains on. What a call refused is told instead,
 and whether that left each rank's engine as it was. ``break`` is done to the engine before.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import warnings
-from pathlib import Path
 
 import deepspeed
 import torch
 import xxhash
-from deepspeed_run import about, engine_of, train
-from odd_model import Model, groups_of, loss_of, tokens_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.integrations.deepspeed import load, save
+from peers.deepspeed_run import about, begin, engine_of, train
+from peers.odd_model import Model, groups_of, loss_of, tokens_of
 
 
 def everything(engine):
@@ -204,15 +201,9 @@ def fsdp2(job):
     return {}
 
 
-def main():
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-    deepspeed.init_distributed("gloo")
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+def main(rank, world_size, rendezvous, say, *, jobs):
+    begin(rank, world_size, rendezvous)
+    for job in jobs:
         told = fsdp2(job) if job.get("do") == "fsdp2" else do(job)
         if deepspeed.comm.get_rank() == 0:
             torch.save(told, job["report"])
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main()

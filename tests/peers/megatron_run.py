@@ -1,6 +1,6 @@
-"""One world of Megatron's core on gloo, without a GPU: steps and saves a GPT; tells what each rank holds.
+"""One rank of a world of Megatron's core on gloo, without a GPU: steps and saves a GPT; tells what the rank holds.
 
-Run by torchrun: ``megatron_run.py JOBS.json``. A job says its parallelism, its form of optimizer and what the model
+A job says its parallelism, its form of optimizer and what the model
 has. Gradients are made up, alike on ranks that hold the same: the forward is left out, and nothing else. What a rank
 holds of each parameter, taken from its optimizer's own objects, goes to ``report`` with the number of the rank.
 """
@@ -8,13 +8,10 @@ holds of each parameter, taken from its optimizer's own objects, goes to ``repor
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
 
-import without_cuda  # isort: skip
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing
@@ -29,7 +26,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-assert without_cuda
+from peers.without_cuda import go_without_cuda
+
 SAVED, LAYERS = 3, 4
 SIZES = {"num_layers": LAYERS, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4}
 VOCABULARY = 40
@@ -212,10 +210,11 @@ def amend_old():
         }
 
 
-def main():
+def main(rank, world_size, rendezvous, say, *, jobs):
+    go_without_cuda()
     amend_old()
-    torch.distributed.init_process_group("gloo")
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    for job in jobs:
         ps.initialize_model_parallel(job["tp"], job["pp"], expert_model_parallel_size=job.get("ep", 1))
         model_parallel_cuda_manual_seed(1)
         config, model = model_of(job)
@@ -224,7 +223,6 @@ def main():
         names = global_names(job, model)
         train(names, optimizer, schedule)
         save(job, model, optimizer, schedule)
-        rank = torch.distributed.get_rank()
         weights = {name: p.detach().clone() for p, name in names.items()}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         torch.save(
@@ -239,8 +237,3 @@ def main():
         del wrapped
         ps.destroy_model_parallel()
     torch.distributed.barrier()
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from survive_run import digest
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
-LIVE = Path(__file__).with_name("live_run.py")
+LIVE = "peers.live_run"
 
 SAVED = {
     "z1-2": (2, {"stage": 1}),

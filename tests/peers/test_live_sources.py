@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +13,7 @@ from peers.odd_model import Model, groups_of, loss_of, tokens_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
-LIVE = Path(__file__).with_name("live_run.py")
+LIVE = "peers.live_run"
 FROZEN = ("frozen.weight", "frozen.bias")
 
 

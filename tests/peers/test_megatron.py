@@ -6,16 +6,13 @@ Which forms its distributed optimizer has depends on its version.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
 
+from dist.world import World
 from holdfast.errors import Damaged
 from holdfast.formats.load import read_flat
 from holdfast.formats.readers import open_source
@@ -23,8 +20,6 @@ from holdfast.sources import From
 from holdfast.state.encoding import decode
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
-
-RUN = Path(__file__).with_name("megatron_run.py")
 
 
 def older_than(*release):
@@ -74,14 +69,9 @@ def saved(tmp_path_factory):
             for n, (name, (ranks, job)) in enumerate(EVERY.items())
             if ranks == world
         ]
-        (root / "jobs.json").write_text(json.dumps(jobs))
-        command = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        done = subprocess.run(
-            [sys.executable, *command, str(RUN), str(root / "jobs.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
+        said = World("peers.megatron_run", patience_seconds=500).run(world, jobs=jobs)
         missing = [job["name"] for job in jobs if not Path(f"{job['report']}.{world - 1}").exists()]
-        assert not missing, f"{missing} were not done: {(done.stdout + done.stderr)[-4000:]}"
+        assert not missing, f"{missing} were not done: {said}"[-4000:]
         for job in jobs:
             reports = [torch.load(f"{job['report']}.{rank}", weights_only=False) for rank in range(world)]
             found[job["name"]] = Path(job["folder"]), reports

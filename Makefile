@@ -9,6 +9,9 @@ STAMP := $(VENV)/.installed
 
 install: $(STAMP)
 
+# Where the environment forbids Python to keep what it compiles, each process compiles torch anew: 5 seconds of 7.
+unexport PYTHONDONTWRITEBYTECODE
+
 # constraints.txt has what Holdfast needs; the other file what is tested beside it.
 # What is imported is compiled then; compiling all of it takes longer than installing it.
 PIP_INSTALL := install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -84,7 +87,8 @@ campaign: install
 
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
-# DeepSpeed compiles, which takes minutes.
+# DeepSpeed compiles, which takes minutes. torch, the largest part of each by far, is by hard links that of $(VENV), which
+# has it by the same pin.
 PEERS := .venv-peers
 TITAN := .venv-titan
 BESIDE := .venv-beside
@@ -92,23 +96,26 @@ test-peers: $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
 	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest tests/peers
 	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py
 
-$(PEERS)/.installed: pyproject.toml constraints.txt constraints-dev.txt
-	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip $(PIP_INSTALL) torch
+define environment_with_torch
+test -x $(1)/bin/python || { $(PYTHON) -m venv $(1) && cd $(VENV)/lib/python3*/site-packages && \
+	cp -al torch torch-*.dist-info torchgen functorch $(CURDIR)/$(1)/lib/python3*/site-packages; }
+$(1)/bin/pip $(PIP_INSTALL) torch
+endef
+
+$(PEERS)/.installed: $(RUNS) constraints-dev.txt
+	$(call environment_with_torch,$(PEERS))
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip $(PIP_INSTALL) $(PINNED) -e ".[peers]"
 	@touch $@
 
-$(TITAN)/.installed: pyproject.toml constraints.txt constraints-dev.txt
-	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+$(TITAN)/.installed: $(RUNS) constraints-dev.txt
+	$(call environment_with_torch,$(TITAN))
 	grep -v -E '^(datasets|fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
-	$(TITAN)/bin/pip $(PIP_INSTALL) torch
 	$(TITAN)/bin/pip $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
 	@touch $@
 
 # What people who fine-tune install beside Holdfast, in the versions that pip chooses for them under constraints.txt alone.
-$(BESIDE)/.installed: pyproject.toml constraints.txt
-	test -x $(BESIDE)/bin/python || $(PYTHON) -m venv $(BESIDE)
-	$(BESIDE)/bin/pip $(PIP_INSTALL) torch
+$(BESIDE)/.installed: $(RUNS)
+	$(call environment_with_torch,$(BESIDE))
 	$(BESIDE)/bin/pip $(PIP_INSTALL) -e ".[models]" trl datasets peft
 	$(BESIDE)/bin/pip check
 	$(BESIDE)/bin/python -c "import datasets, holdfast, peft, transformers; from trl import SFTTrainer; holdfast.Checkpointer"

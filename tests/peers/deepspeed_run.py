@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # seconds of importing, which every engine's first start would take
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -8,6 +8,7 @@ holds of each parameter, taken from its optimizer's own objects, goes to ``repor
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -211,6 +213,12 @@ def amend_old():
 
 
 def main(rank, world_size, rendezvous, say, *, jobs):
+    with multiprocessing.get_context("fork").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()  # it would start an interpreter that imports torch
+        do(jobs, rank, world_size, rendezvous)
+
+
+def do(jobs, rank, world_size, rendezvous):
     go_without_cuda()
     amend_old()
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import OrderedDict
 
 import pytest
@@ -21,6 +18,7 @@ from holdfast.formats.torch_archive.pickles import PickledObject, Tensor
 from holdfast.state.encoding import decode
 from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of, loss_of, tokens_of
+from support.warm_python import environment_of, run_python
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
@@ -121,11 +119,12 @@ def test_parameters_that_were_dealt_in_turn_are_read_where_they_are(saved, world
 
 
 @pytest.fixture(scope="session")
-def loaded(saved, tmp_path_factory):
+def loaded(request, saved, tmp_path_factory):
     """What DeepSpeed says after it loaded what was written of its checkpoints, at another world size."""
     root = tmp_path_factory.mktemp("written")
     jobs = {2: [], 3: []}
-    for name, world, stage in LOADED:
+    tried = [item.callspec.params for item in request.session.items if "loaded" in item.fixturenames]
+    for name, world, stage in (tuple(each[key] for key in ("name", "world", "stage")) for each in tried):
         folder = root / f"{name}-{world}-{stage}"
         write_deepspeed(open_source(saved[name, world][0]), folder, stage)
         kept = {key: value for key, value in SAVED[name].items() if key != "zero"}
@@ -190,13 +189,9 @@ def test_what_deepspeeds_own_converter_made_is_read_as_its_source(saved, tmp_pat
         str(tmp_path / "global_step3"),
     ]
     options += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    subprocess.run(
-        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *options, *inject],
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    words = ["-m", "deepspeed.checkpoint.ds_to_universal", *options, *inject]
+    done = run_python(*words, env=environment_of(), modules=["peers.deepspeed_run"], timeout=300)
+    assert done.returncode == 0, done.stderr
     converted, source = open_source(tmp_path), open_source(folder)
     assert converted.format == "deepspeed universal"
     found = tensors(converted)

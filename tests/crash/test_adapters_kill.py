@@ -16,7 +16,7 @@ SCRIPTS = {
 STEPS = [lambda last: {2, last // 3, last - 1}, lambda last: {last // 3 + 1}, lambda last: {last}]
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(keep=3)
 @pytest.mark.crash
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

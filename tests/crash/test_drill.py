@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dist.world import World
+from support.warm_python import LAUNCHED, run_python
 
 HERE = Path(__file__).parents[2]
 DRILLED = HERE / "tests" / "drilled"
@@ -24,18 +25,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend
 
 def drill(cwd, *arguments, options=()):
     """The exit code of a drill, and what ``--json`` printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "holdfast",
-        "drill",
-        "--json",
-        *options,
-        "--",
-        sys.executable,
-        *map(str, arguments),
-    ]
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    command = ["-m", "holdfast", "drill", "--json", *options, "--", sys.executable, *arguments]
+    done = run_python(*command, cwd=cwd, env=ENVIRONMENT, modules=LAUNCHED, starts_others=True, timeout=300)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout), done.stderr
 

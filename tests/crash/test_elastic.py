@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from crash.test_torchrun import kill
-from support.warm_python import run_python
+from support.warm_python import LAUNCHED, run_python, start_torchrun
 
 HERE = Path(__file__).parent.parent.parent
 SCRIPT = str(HERE / "examples" / "elastic.py")
@@ -36,10 +34,7 @@ def train_until_killed(folder, ranks, until):
         "--local-addr=127.0.0.1", SCRIPT, "train", "--folder", str(folder), "--steps", "100000",
     ]  # fmt: skip
     with out.open("w") as file, (folder / "errors").open("a") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *arguments], env=ENV, stdout=file, stderr=errors,
-            start_new_session=True,
-        )  # fmt: skip
+        process = start_torchrun(*arguments, env=ENV, stdout=file.fileno(), stderr=errors.fileno())
         try:
             end = time.monotonic() + 120
             while not any(line["durable"] >= until for line in told(out)):
@@ -54,8 +49,7 @@ def train_until_killed(folder, ranks, until):
 
 
 def run(folder, *arguments):
-    modules = ["holdfast.checkpointer", "holdfast.offload.api"]
-    done = run_python(SCRIPT, *arguments, "--folder", folder, env=ENV, modules=modules)
+    done = run_python(SCRIPT, *arguments, "--folder", folder, env=ENV, modules=LAUNCHED)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -76,12 +76,12 @@ def test_a_state_four_times_the_limit_trains_is_killed_resumes_and_verifies(fold
         pytest.skip("9 GiB of disk are needed")
     with hard_limit(LIMIT) as (group, reason):
         order = {"blocks": 56, "cgroup": str(group or "")}
-        code, said = run(folder / "run", **order, steps=3, dies=True)
-        assert code == -9 and said["durable"] == 3, (code, said)
+        code, said = run(folder / "run", **order, steps=2, dies=True)
+        assert code == -9 and said["durable"] == 2, (code, said)
         assert said["state_bytes"] >= 4 * LIMIT
         peaks = [said]
-        code, said = run(folder / "run", **order, steps=5)
-        assert code == 0 and said["resumed"] >= 3 and said["durable"] == 5, (code, said)
+        code, said = run(folder / "run", **order, steps=3)
+        assert code == 0 and said["resumed"] >= 2 and said["durable"] == 3, (code, said)
         peaks.append(said)
         if group is not None:
             taken = int((group / "memory.max_usage_in_bytes").read_text())
@@ -93,7 +93,7 @@ def test_a_state_four_times_the_limit_trains_is_killed_resumes_and_verifies(fold
             assert all(said["peak"] - said["of_files"] <= LIMIT for said in peaks)
     reader = LocalStore.read(folder / "run")
     manifest, damaged = reader.newest_whole()
-    assert (manifest.step, damaged) == (5, [])
+    assert (manifest.step, damaged) == (3, [])
 
 
 @pytest.mark.crash

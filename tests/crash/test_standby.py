@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from holdfast.checkpoint.recovery.following import NICE
 from holdfast.cli.diff import diff
-from support.warm_python import run_python
+from support.warm_python import LAUNCHED, run_python, start_python
 
 from .test_drill import DRILLED, ENVIRONMENT, TORCHRUN
 
@@ -21,8 +23,9 @@ STEPS = 40
 
 def train(run, *command, **environment):
     """An uninterrupted training."""
-    environment = {**ENVIRONMENT, "RUN": str(run), **environment}
-    done = run_python(*command, env=environment, modules=["holdfast.checkpointer"], timeout=200)
+    done = run_python(
+        *command, env={**ENVIRONMENT, "RUN": str(run), **environment}, modules=LAUNCHED, timeout=200
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -32,9 +35,10 @@ class Standby:
     def __init__(self, run, out, *command, **environment):
         self.out = out
         with open(out, "wb") as file, open(f"{out}.told", "wb") as told:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast", "standby", "--", sys.executable, *map(str, command)],
-                env={**ENVIRONMENT, "RUN": str(run), **environment}, stdout=file, stderr=told,
+            self.process = start_python(
+                "-m", "holdfast", "standby", "--", sys.executable, *command,
+                env={**ENVIRONMENT, "RUN": str(run), **environment}, modules=LAUNCHED, starts_others=True,
+                stdout=file.fileno(), stderr=told.fileno(),
             )  # fmt: skip
 
     @property
@@ -52,9 +56,23 @@ class Standby:
             assert self.process.poll() is None and time.monotonic() < end, self.told[-4000:]
             time.sleep(0.002)
 
+    def follows(self):
+        """Whether the process that waits has looked at what is written: its thread for that, of low priority, has
+        begun to wait many times."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            for task in Path(f"/proc/{process.pid}/task").glob("*"):
+                with suppress(OSError):  # it has ended
+                    nice = (task / "stat").read_text().rpartition(")")[2].split()[16]
+                    waits = (
+                        (task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]
+                    )
+                    if int(nice) == NICE and int(waits) > 20:
+                        return True
+        return False
+
     def at_work(self, ready):
-        """The process that trains, a few steps after another was ready to take over."""
-        self.until(lambda: "is ready to take over" in self.told)
+        """The process that trains, a few steps after another was ready to take over, and follows."""
+        self.until(lambda: "is ready to take over" in self.told and self.follows())
         Path(ready).touch()
         self.until(lambda: self.steps() and self.steps()[-1][0] >= 12)
         return self.steps()[-1][1]

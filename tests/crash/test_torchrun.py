@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,8 +13,8 @@ import pytest
 from combined import one_in, some_of
 from dist.world import World
 from holdfast.events import read_events
+from support.warm_python import TESTS, environment_of, start_torchrun
 
-TESTS = Path(__file__).parent.parent
 STEPS = 25
 
 
@@ -28,16 +25,14 @@ def world():
 
 
 def torchrun(kind, root, out, *arguments, killed=-1, pause=0.02, memory=()):
-    """A torchrun of the script, in a process group of its own."""
+    """A torchrun of the script."""
     out.mkdir(exist_ok=True)
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     with (out / "stderr").open("ab") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *arguments, str(TESTS / "dist" / "script.py"),
-             kind, str(root), str(out), str(STEPS), str(killed), str(pause), *memory],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path,
-                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else gloo may take addresses of the attempt before
-            stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+        # without sharing a store: else gloo may take addresses of the attempt before
+        return start_torchrun(
+            *arguments, TESTS / "dist" / "script.py", kind, root, out, STEPS, killed, pause, *memory,
+            env=environment_of(GLOO_SOCKET_IFNAME="lo", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+            stdout=errors.fileno(), stderr=errors.fileno(), cwd=out,
         )  # fmt: skip
 
 

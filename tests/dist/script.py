@@ -10,6 +10,9 @@ import time
 
 from dist.training import main
 
+LINGER_SECONDS = 170.0
+"""The time that replicas keep a dead trainer's state: longer than ranks take to be started again on any machine."""
+
 if __name__ == "__main__":
     kind, root, out, steps, killed, pause, *memory = sys.argv[1:]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -22,4 +25,4 @@ if __name__ == "__main__":
     kill = [int(killed), 12] if first else None
     main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5,
         pause=float(pause),
-         **({"replica": memory[0]} if memory else {}))  # fmt: skip
+         **({"replica": memory[0], "linger_seconds": LINGER_SECONDS} if memory else {}))  # fmt: skip

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from cli.test_train import TINY, events_of, wait_for_steps
 from crash.test_torchrun import free_port, kill
 from holdfast.store.run_store import LocalStore
-from support.warm_python import environment_of, start_python
+from support.warm_python import environment_of, start_python, start_torchrun
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -39,13 +37,10 @@ def words_of(run, text, sizes=SIZES, **sets):
     ]
 
 
-def start_torchrun(ranks, run, text, **sets):
-    """The command under torchrun, in a process group of its own."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.Popen(
-        [sys.executable, *launcher, *words_of(run, text, **sets)], env=environment_of(GLOO_SOCKET_IFNAME="lo"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+def start_ranks(ranks, run, text, **sets):
+    """The command under torchrun."""
+    words = ["--standalone", "--nproc-per-node", ranks, *words_of(run, text, **sets)]
+    return start_torchrun(*words, env=environment_of(GLOO_SOCKET_IFNAME="lo"))
 
 
 def ended(process):
@@ -58,7 +53,7 @@ def ended(process):
 
 
 def run_torchrun(*args, **sets):
-    return ended(start_torchrun(*args, **sets))
+    return ended(start_ranks(*args, **sets))
 
 
 def run_ranks(ranks, run, text, **sets):
@@ -144,11 +139,10 @@ def test_ranks_over_drives_have_the_losses_of_ranks_without(tmp_path, text):
 def test_ranks_stop_together_and_go_on(tmp_path, text):
     """One of them alone is asked to."""
     run = tmp_path / "run"
-    process = start_torchrun(2, run, text, train__steps=3000)
+    process = start_ranks(2, run, text, train__steps=3000)
     try:
         wait_for_steps(run, process, 3)
-        _, second = ranks_of(process)
-        second.send_signal(signal.SIGTERM)
+        last_rank_of(process).send_signal(signal.SIGTERM)
     except BaseException:
         kill(process)
         raise
@@ -173,7 +167,6 @@ def test_a_budget_that_holds_nothing_is_refused(tmp_path, text):
     assert not (tmp_path / "run" / "commits").exists()
 
 
-def ranks_of(process):
-    """The processes of torchrun's ranks, in their order."""
-    children = psutil.Process(process.pid).children()
-    return sorted((c for c in children if "holdfast" in c.cmdline()), key=lambda c: int(c.environ()["RANK"]))
+def last_rank_of(process):
+    """The process of torchrun's last rank, which it starts last."""
+    return max(psutil.Process(process.pid).children(), key=lambda child: child.create_time())

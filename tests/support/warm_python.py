@@ -2,14 +2,19 @@
 
     process = start_python("-m", "holdfast", "train", env=environment)       # what ``python -m holdfast train`` does
     answer = call("dist.world", "supervise", env=environment, ...)           # what a function returns
+    launcher = start_torchrun("--nproc-per-node=2", script, env=environment) # torchrun, whose ranks are forks too
 
 The server has run nothing but imports, in one thread. A process takes a hundredth of a second to start, where a new
 interpreter takes seconds to load the same.
+
+A process that starts others by ``subprocess`` has a server of its own, forked before anything else ran in it. Each
+interpreter that it starts is a fork of that one, and a child of its own like any other (``fork_interpreters``).
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -21,6 +26,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +38,16 @@ LIMIT = 1 << 17
 """The most bytes of an order, environment included."""
 COMMANDS = ("holdfast.cli.main", "holdfast.cli.train.train_job", "support.short_sample")
 """The modules that commands of ``holdfast`` import when they train."""
+LAUNCHER = "torch.distributed.run"
+"""The module that starts others by ``subprocess``."""
+LAUNCHED = (
+    *COMMANDS,
+    LAUNCHER,
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "dist.training",
+)
+"""The modules of the launcher and of what tests launch."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def environment_of(**more: str) -> dict[str, str]:
@@ -45,18 +61,21 @@ class WarmProcess:
 
     _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
-    def __init__(self, order: dict[str, Any], stderr: int | None = None) -> None:
-        """Start the process. With a descriptor ``stderr`` its errors go there, and ``self.stderr`` is empty."""
+    def __init__(self, order: dict[str, Any], stderr: int | None = None, stdout: int | None = None) -> None:
+        """Start the process. With a descriptor ``stderr`` its errors go there, and ``self.stderr`` is closed."""
         line = json.dumps(order, default=str).encode()
         assert len(line) < LIMIT, len(line)
         ours, theirs = zip(*(os.pipe() for _ in range(3)), strict=True)
         _, connection = self._connect()
-        fds = [0, theirs[0], theirs[1] if stderr is None else stderr, theirs[2]]
+        fds = [0, theirs[0] if stdout is None else stdout, theirs[1] if stderr is None else stderr, theirs[2]]
         socket.send_fds(connection, [line], fds)
         for fd in theirs:
             os.close(fd)
         self._status = open(ours[2], "rb", buffering=0)  # noqa: SIM115 (until the process ends)
         self.stdout, self.stderr = open(ours[0]), open(ours[1])  # noqa: SIM115 (as long as this)
+        for stream, given in ((self.stdout, stdout), (self.stderr, stderr)):
+            if given is not None:
+                stream.close()
         self.pid, self.returncode = self._read_number(), None
         self.args = order
 
@@ -116,11 +135,27 @@ class WarmProcess:
 
 
 def start_python(
-    *words: Any, env: dict[str, str], cwd: str | Path | None = None, modules: Sequence[str] = COMMANDS
+    *words: Any,
+    env: dict[str, str],
+    cwd: str | Path | None = None,
+    modules: Sequence[str] = COMMANDS,
+    starts_others: bool = False,
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> WarmProcess:
-    """Start ``python -m MODULE ...`` or ``python FILE ...``. The server imports ``modules`` before it forks."""
+    """Start ``python -m MODULE ...`` or ``python FILE ...``. The server imports ``modules`` before it forks.
+
+    With ``starts_others`` the interpreters that the process starts are forks too. Output goes to the descriptors
+    ``stdout`` and ``stderr`` where they are given.
+    """
     order = {"words": [str(word) for word in words], "environment": env, "modules": [*modules]}
-    return WarmProcess({**order, "folder": os.fspath(cwd or os.getcwd())})
+    order |= {"folder": os.fspath(cwd or os.getcwd()), "starts_others": starts_others}
+    return WarmProcess(order, stderr, stdout)
+
+
+def start_torchrun(*words: Any, **how: Any) -> WarmProcess:
+    """Start ``torchrun ...``, with ranks that are forks."""
+    return start_python("-m", LAUNCHER, *words, modules=LAUNCHED, **how)
 
 
 def run_python(*words: Any, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -138,7 +173,7 @@ def call(module: str, function: str, *modules: str, env: dict[str, str], **argum
     """Return the result of a function (as JSON) from a process that has ``modules``. Its stderr is the test's."""
     order = {"module": module, "function": function, "arguments": arguments, "environment": env}
     process = WarmProcess({**order, "modules": [module, *modules], "folder": os.getcwd()}, stderr=2)
-    with process.stdout, process.stderr:
+    with process.stdout:
         answer = process.stdout.readline()  # not up to the end: what it leaves behind may hold the pipe
         assert process.wait() == 0, f"{module}.{function} ended with {process.returncode}"
     return json.loads(answer)
@@ -176,6 +211,77 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             running[os.pidfd_open(pid)] = pid, fds[3]
             for fd in fds[:3]:
                 os.close(fd)
+
+
+def fork_interpreters() -> None:
+    """Make each interpreter that this process starts by ``subprocess`` a fork of what this process is now."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        _run(_serve_launcher(theirs, launcher))
+        sys.exit()
+    theirs.close()
+    started, sending, libc = subprocess.Popen._execute_child, threading.Lock(), ctypes.CDLL(None)
+
+    def execute(self: Any, args: Any, *how: Any) -> None:
+        names = ("executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags",
+                 "shell", "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite", "restore_signals",
+                 "gid", "gids", "uid", "umask", "start_new_session", "process_group")  # fmt: skip
+        said = dict(zip(names, how, strict=True))
+        if (
+            isinstance(args, str)
+            or args[0] != sys.executable
+            or said["pass_fds"]
+            or said["shell"]
+            or args[1] == "-c"
+        ):
+            return started(self, args, *how)
+        order = {
+            "words": [str(word) for word in args[1:] if word != "-u"], "modules": [],
+            "environment": dict(os.environ if said["env"] is None else said["env"]),
+            "folder": os.fspath(said["cwd"] or os.getcwd()),
+            "session": said["start_new_session"], "group": said["process_group"],
+        }  # fmt: skip
+        pipes = (said["p2cread"], said["c2pwrite"], said["errwrite"])
+        with sending:
+            # the fork's parent ends at once, so that it is ours
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            fds = [number if fd == -1 else fd for number, fd in enumerate(pipes)]
+            socket.send_fds(ours, [json.dumps(order).encode()], fds)
+            self.pid = int(ours.recv(16))
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        self._child_created = True
+        self._close_pipe_fds(*how[9:15])
+
+    subprocess.Popen._execute_child = execute
+
+
+def _serve_launcher(connection: socket.socket, launcher: int) -> dict[str, Any]:
+    """Return in each process that the launcher starts, with its order; end with the launcher."""
+    while True:
+        line, fds, _, _ = socket.recv_fds(connection, LIMIT, 3)
+        if not line:
+            os._exit(0)
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            for fd in fds:
+                os.close(fd)
+            continue
+        if os.fork():
+            os._exit(0)
+        order = json.loads(line)
+        if order["session"]:
+            os.setsid()
+        elif order["group"] >= 0:
+            os.setpgid(0, order["group"])
+        while os.getppid() != launcher:
+            time.sleep(0.0005)
+        _enter(order, fds)
+        connection.send(str(os.getpid()).encode())
+        connection.close()
+        return order
 
 
 def _write_number(fd: int, number: int) -> None:
@@ -216,6 +322,8 @@ def _run(order: dict[str, Any]) -> None:
         os.write(1, json.dumps(answer).encode() + b"\n")
         os._exit(0)
     first, *rest = order["words"]
+    if order.get("starts_others") or [first, *rest[:1]] == ["-m", LAUNCHER]:
+        fork_interpreters()
     if first == "-m":
         sys.argv = ["-m", *rest[1:]]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import datasets  # noqa: F401 (accelerate imports it where there are several ranks; it takes seconds)
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration

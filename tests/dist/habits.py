@@ -80,7 +80,7 @@ def killed_it_ends_the_same(
     steps: Callable[[int], set[int]] = lambda last: {last // 3 + 1, last},
 ) -> None:
     """The last rank is killed at ``steps``, given the number of the last. Undisturbed is a script without a run."""
-    whole = ended(world.run(ranks, output=folder / "whole", **habit))
+    whole = ended(world.run_undisturbed(ranks, has_run=False, **habit))
     for step in sorted(steps(whole[0]["steps"])):
         cut = world.run(ranks, root=folder / "run", output=folder / "cut", kill=[ranks - 1, step], **habit)
         assert cut[ranks - 1]["code"] == -9, cut

@@ -47,12 +47,16 @@ class World:
         assert not answer["late"], f"{order} took more than {self._patience:.0f} s: {answer['ranks']}"
         return answer["ranks"]
 
-    def run_undisturbed(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
-        """What each rank of a run in a directory of its own said; made once for each order, and only to be read."""
-        key = json.dumps([self._script, world_size, order], sort_keys=True, default=str)
+    def run_undisturbed(self, world_size: int, has_run: bool = True, **order: Any) -> list[dict[str, Any]]:
+        """What each rank said that had a run directory of its own, or only a folder for what else it writes.
+
+        Made once for each order, and only to be read.
+        """
+        key = json.dumps([self._script, world_size, has_run, order], sort_keys=True, default=str)
         if key not in World.undisturbed:
             with tempfile.TemporaryDirectory() as folder:
-                World.undisturbed[key] = self.run(world_size, root=f"{folder}/run", **order)
+                place = {"root": f"{folder}/run"} if has_run else {"output": f"{folder}/output"}
+                World.undisturbed[key] = self.run(world_size, **place, **order)
         return World.undisturbed[key]
 
     def __enter__(self) -> World:

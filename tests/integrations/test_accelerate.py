@@ -37,7 +37,7 @@ def test_a_step_of_save_state_is_gone_back_to_by_load_state(world, tmp_path, ran
     assert [each["saved"] for each in said] == [8] * ranks
     rest = ended(world.run(ranks, root=tmp_path / "run", load=True))
     assert [each["resumed"] for each in rest] == [8] * ranks
-    compare(rest, ended(world.run(ranks)))
+    compare(rest, ended(world.run_undisturbed(ranks, has_run=False)))
 
 
 def test_load_state_after_resume_is_refused(world, tmp_path):
@@ -56,7 +56,8 @@ def test_another_number_of_ranks_is_refused_by_name(world, tmp_path, others):
         f"the run was trained by 2 ranks, and here are {others}. A step of the run has 6" in said[0]["error"]
     )
     assert f"and here {3 * others} samples" in said[0]["error"]
-    compare(ended(world.run(2, root=tmp_path / "run")), ended(world.run(2)))
+    rest = ended(world.run(2, root=tmp_path / "run"))
+    compare(rest, ended(world.run_undisturbed(2, has_run=False)))
 
 
 @pytest.mark.slow

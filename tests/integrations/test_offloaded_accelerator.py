@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -28,6 +26,7 @@ from holdfast.integrations.accelerate import offloaded  # noqa: E402
 from integrations_interrupt import Interrupted, close_engines  # noqa: E402
 from offloaded_loop_script import NORM, everything, of_logits, train  # noqa: E402
 from offloaded_script import Texts, model  # noqa: E402
+from support.warm_python import environment_of, run_python  # noqa: E402
 from survive_run import digest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use_cache was switched off")
@@ -192,8 +191,10 @@ train(offloaded(Accelerator, sys.argv[1], clipping=NORM))
 @pytest.mark.slow
 def test_an_error_before_the_schedule_moves_leaves_the_step_out(tmp_path):
     """The commit would have a schedule that is a move behind."""
-    words = [sys.executable, "-W", "ignore", "-c", FAILS, str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    environment, modules = environment_of(), ["offloaded_loop_script"]
+    done = run_python(script, tmp_path / "run", env=environment, modules=modules, timeout=60)
     assert "amid the loop's code" in done.stderr
     assert max((tmp_path / "run" / "commits").iterdir()).name.startswith("step-000000000001")
 

@@ -50,8 +50,8 @@ class UngivenSchedulers:
             return
         self._looked |= dict.fromkeys(new, True)
         given = _things_in(self._given)
-        names = sorted({type(each).__name__ for o in self._optimizers for each in _schedulers_of(o)
-                        if id(each) not in given})  # fmt: skip
+        found = _schedulers_of(self._optimizers)
+        names = sorted({type(each).__name__ for each in found if id(each) not in given})
         if names:
             self._looked = dict.fromkeys(self._looked, True)
             warnings.warn(
@@ -71,24 +71,33 @@ def needs_arguments(scheduler: Any) -> bool:
     return any(each.default is each.empty and each.kind in by_position for each in parameters)
 
 
-def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yield the schedulers of ``optimizer``, and those of an optimizer around it, as accelerate has one."""
-    for each in _referring_to(optimizer):
-        if isinstance(each, torch.optim.Optimizer) and getattr(each, "optimizer", None) is optimizer:
-            yield from _schedulers_of(each)
-            continue
+def _schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+    """Yield the schedulers of ``optimizers``, and those of optimizers around them, as accelerate has one."""
+    ids, around = {id(each) for each in optimizers}, []
+    for each in _referring_to(optimizers):
+        is_around = isinstance(each, torch.optim.Optimizer)
         looks_so = isinstance(each, LRScheduler) or "sched" in type(each).__name__.lower()
-        if looks_so and getattr(each, "optimizer", None) is optimizer and hasattr(each, "state_dict"):
+        if not (is_around or looks_so) or id(getattr(each, "optimizer", None)) not in ids:
+            continue
+        if is_around:
+            around.append(each)
+        elif hasattr(each, "state_dict"):
             yield each
+    if around:
+        yield from _schedulers_of(around)
 
 
-def _referring_to(thing: Any) -> Iterator[Any]:
-    """Yield the objects of which ``thing`` is an attribute."""
-    for each in gc.get_referrers(thing):
-        if isinstance(each, dict):
-            yield from (owner for owner in gc.get_referrers(each) if getattr(owner, "__dict__", None) is each)
-        else:
-            yield each
+def _referring_to(things: Sequence[Any]) -> Iterator[Any]:
+    """Yield the objects of which one of ``things`` is an attribute.
+
+    Each search for referrers goes through all objects of the process, so there is one for all of ``things``.
+    """
+    found = gc.get_referrers(*things)
+    dicts = {id(each): each for each in found if isinstance(each, dict)}
+    yield from (each for each in found if id(each) not in dicts)
+    if dicts:
+        owners = gc.get_referrers(*dicts.values())
+        yield from (owner for owner in owners if id(getattr(owner, "__dict__", None)) in dicts)
 
 
 def _things_in(given: Sequence[Any]) -> set[int]:

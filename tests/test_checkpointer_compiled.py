@@ -48,6 +48,16 @@ def fresh_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def quick_inductor():
+    """Compile in this process, and without vector instructions, whose headers take g++ most of its time."""
+    from torch._inductor import config  # whose import warns
+
+    plain_code = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    with config.patch(plain_code):
+        yield
+
+
 def plain(model, backend):
     return model
 
@@ -115,6 +125,7 @@ WAYS = {"exact": {}, "topk": {"codec": TopK(0.3)}, "replica": {"replica": True}}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_inductor")
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from holdfast.errors import BadInput, DiskFull, EngineFailed, RunMismatch, Write
 from holdfast.io.queue import Throttle
 from holdfast.store.run_store import LocalStore
 from support.live_copy import copy_of_live_run
+from support.warm_python import environment_of, run_python
 from test_checkpointer import ADAMW, go_on, reference, start
 
 
@@ -805,19 +805,25 @@ ENDS = {
 
 def script_ended(root, how):
     """What a script said that ended so, on stderr."""
-    told = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(how=how), str(root)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    return told.stderr
+    script = root.parent / "script.py"
+    script.write_text(SCRIPT.format(how=how))
+    environment = environment_of(PYTHONPATH=os.pathsep.join(sys.path))
+    return run_python(script, root, env=environment, modules=["test_checkpointer"], timeout=100).stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_a_script_that_ends_without_close_has_every_step(tmp_path, how):
     states, _ = reference(20)
-    assert script_ended(tmp_path, ENDS[how]).count("\n") == (4 if how == "error" else 0)
-    loop, checkpointer = start(tmp_path)
+    root = tmp_path / "run"
+    told = script_ended(root, ENDS[how]).splitlines()
+    if how == "error":  # and nothing but the traceback
+        first, *frames, last = told
+        assert (first, last) == ("Traceback (most recent call last):", "ValueError: of the script")
+        assert all(line.startswith("  ") for line in frames)
+    else:
+        assert not told
+    loop, checkpointer = start(root)
     with checkpointer:
         assert checkpointer.resume() == 20
         assert same(loop.state(), states[20])
@@ -828,7 +834,7 @@ def test_a_script_that_ends_without_close_has_every_step(tmp_path, how):
     ("how", "why"), [("then.append(0)", "no disk"), ("then.append(60)", "nothing has been written for 2 s")]
 )
 def test_a_script_that_cannot_write_its_last_steps_says_so_and_ends(tmp_path, how, why):
-    told = script_ended(tmp_path, how)
+    told = script_ended(tmp_path / "run", how)
     assert "of its steps to 20 those after " in told and why in told
     assert told.startswith("holdfast: the script ended without close()")
 

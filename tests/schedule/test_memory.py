@@ -128,13 +128,13 @@ def _returning(lists: Sequence[list[Op]]) -> list[list[Op]]:
     made = [lists[0]]
     for before, following in pairwise(lists):
         last = next(op.key for op in reversed(before) if op.lane == operations.COMPUTE)
-        made.append([replace(op, needs_previous=(*op.needs_previous, last)) for op in following])
+        made.append([op._replace(needs_previous=(*op.needs_previous, last)) for op in following])
         if _same_on_device(before, following):
             continue
         first = next(i for i, op in enumerate(following) if op.lane == operations.COMPUTE)
         downloads = [op.key for op in before if op.lane == operations.DOWNLOAD]
         op = made[-1][first]
-        made[-1][first] = replace(op, needs_previous=(*op.needs_previous, *downloads))
+        made[-1][first] = op._replace(needs_previous=(*op.needs_previous, *downloads))
     return made
 
 

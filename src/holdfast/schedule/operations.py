@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 COMPUTE, SSD_READ, SSD_WRITE = "compute", "ssd_read", "ssd_write"
@@ -66,8 +65,7 @@ class Hold(NamedTuple):
         return self.name[0]
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """One operation.
 
     ``nbytes`` is what it moves. ``work`` is what it computes: floating-point operations on the compute lane, elements
@@ -92,7 +90,7 @@ class Op:
 
 def as_guessed(ops: Iterable[Op]) -> list[Op]:
     """Return the same step with every guess right: operations that would be made again take nothing."""
-    return [replace(op, nbytes=0, work=0.0) if op.redo else op for op in ops]
+    return [op._replace(nbytes=0, work=0.0) if op.redo else op for op in ops]
 
 
 def traffic(ops: Iterable[Op]) -> Counter[tuple[str, str]]:

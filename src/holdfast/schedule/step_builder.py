@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -261,7 +261,7 @@ def _counted(ops: Sequence[Op]) -> Sequence[Op]:
         held.update(hold.kind for hold in op.takes)
         most |= held
         held.subtract(name[0] for name in op.gives)
-    return [replace(op, takes=tuple(_counting(hold, counted, most) for hold in op.takes)) for op in ops]
+    return [op._replace(takes=tuple(_counting(hold, counted, most) for hold in op.takes)) for op in ops]
 
 
 def _counting(hold: Hold, counted: set[str], most: Counter[str]) -> Hold:
@@ -285,15 +285,7 @@ def _classes(ops: Sequence[Op]) -> dict[str, _Class]:
 def _with(op: Op, needs: Sequence[Key], needs_previous: Sequence[Key]) -> Op:
     if not needs and not needs_previous:
         return op
-    return Op(  # ``replace`` takes several times as long, and a list may have tens of thousands of operations
-        op.key,
-        op.lane,
-        op.nbytes,
-        op.work,
+    return op._replace(
         needs=tuple(dict.fromkeys((*op.needs, *needs))),
         needs_previous=tuple(dict.fromkeys((*op.needs_previous, *needs_previous))),
-        takes=op.takes,
-        gives=op.gives,
-        priority=op.priority,
-        redo=op.redo,
     )

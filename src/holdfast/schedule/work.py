@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from ..quantities import MiB
@@ -342,6 +343,7 @@ class BlockPlacement:
         )
 
 
+@lru_cache(maxsize=64)  # a list of tens of thousands of operations asks for each
 def spread(count: int, fraction: float) -> tuple[bool, ...]:
     """Return for each of ``count`` blocks whether it is among the chosen ``fraction`` of them.
 

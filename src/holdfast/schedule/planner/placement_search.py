@@ -156,6 +156,7 @@ class _Search:
     def __init__(self, question: Question, most_played: int) -> None:
         self.question, self.blocks = question, len(question.work.blocks)
         self.played: dict[tuple[BlockPlacement, StepShape], Choice] = {}
+        self._predicted: dict[tuple[BlockPlacement, StepShape], Memory] = {}
         self.refusal: DoesNotFit | None = None
         """The error of the greedy placement (most traffic saved per byte), if that does not fit."""
         once = STEPS * len(question.operations(BlockPlacement.fractions(self.blocks), question.shape))
@@ -293,9 +294,10 @@ class _Search:
                 return None
             counts = {kind: floor(solution.fractions[kind] * self._rows(kind) + 1e-6) for kind in FRACTIONS}
             variants = self._variants(self._whole(counts), shape)
-            over = [self._memory(each, shape).host_bytes + q.held_bytes - budget for each in variants]
-            for placement, bytes_over in zip(variants, over, strict=True):
-                if bytes_over <= 0:
+            over = []
+            for placement in variants:
+                over.append(self._memory(placement, shape).host_bytes + q.held_bytes - budget)
+                if over[-1] <= 0:
                     return placement
             memory -= min(over)
             if memory <= 0:
@@ -354,15 +356,20 @@ class _Search:
 
         On a separate device, also whether the activations that stay fit there.
         """
-        q, memory = self.question, self._memory(placement, shape)
-        if q.host_budget is not None and q.held_bytes + memory.host_bytes > q.host_budget:
+        q = self.question
+        host = q.host_budget
+        if host is not None and q.held_bytes + self._memory(placement, shape).host_bytes > host:
             return False
         device = None if q.work.unified or shape.recomputed_fraction == 1 else q.device_budget
-        return device is None or memory.device_bytes <= device
+        return device is None or self._memory(placement, shape).device_bytes <= device
 
     def _memory(self, placement: BlockPlacement, shape: StepShape) -> Memory:
-        q = self.question
-        return predict(q.work, placement, shape, q.schedule, q.evaluation_batches)
+        """Return the memory of a choice. Rounds of ``improve`` ask for the same ones again."""
+        q, found = self.question, self._predicted.get((placement, shape))
+        if found is None:
+            found = predict(q.work, placement, shape, q.schedule, q.evaluation_batches)
+            self._predicted[placement, shape] = found
+        return found
 
 
 def has_highs() -> bool:

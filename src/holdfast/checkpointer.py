@@ -272,11 +272,12 @@ class Checkpointer:
         return self._training.steps_done
 
     @property
-    def exactness(self) -> Literal["state", "continuation"]:
+    def exactness(self) -> Literal["state", "continuation", "approximate"]:
         """The exactness that ``resume`` reached.
 
         "state": tensors are bit-equal to those of the run at that step. "continuation": the residuals are, too, so that
-        training continues bit-equal to a run that was never interrupted.
+        training continues bit-equal to a run that was never interrupted. "approximate": records of another kind of
+        processor were replayed, so that last bits of tensors differ from the run's.
         """
         return self._training.exactness
 
@@ -307,7 +308,7 @@ class Checkpointer:
         self,
         step: int | None = None,
         before: int | None = None,
-        exactness: Literal["state", "continuation"] = "state",
+        exactness: Literal["state", "continuation", "approximate"] = "state",
         show: Callable[[RecoveryProgress], None] | None = None,
         source: str | Path | From | None = None,
     ) -> int:
@@ -317,20 +318,21 @@ class Checkpointer:
 
         Log records cannot bring residuals of error feedback forward; only snapshots hold them. With
         ``exactness="state"`` residuals therefore begin at zero, with a warning. ``"continuation"`` goes back to the
-        newest step from which training continues bit for bit. The property ``exactness`` says which of the two was
-        reached.
+        newest step from which training continues bit for bit. Records of another kind of processor are refused, because
+        their replay here would differ from training in last bits; ``"approximate"`` replays them nevertheless. The
+        property ``exactness`` says which of the three was reached.
 
         Args:
             step: Restore exactly this step.
             before: Restore the newest step before this one.
-            exactness: "state" or "continuation", see above.
+            exactness: "state", "continuation" or "approximate", see above.
             show: Called with the progress of the recovery; ``holdfast.progress_bar()`` draws it on a terminal.
             source: The state from which a fresh directory begins: another run (RUN or RUN@STEP), or a state of another
                 library, written under any parallelism. Ignored by a directory that has steps.
 
         Raises ``NoCommit`` if there is no such step, ``Damaged`` if no snapshot is whole, and ``RunMismatch`` for
-        another model. Raises ``Unreadable`` if a later step may be in data that the disk does not return; its text
-        names the step to ask for.
+        another model. Raises ``OtherArithmetic`` for records of another kind of processor, and ``Unreadable`` if a
+        later step may be in data that the disk does not return; their texts name the step to ask for.
         """
         self._refuse_closed()
         if self._backend.begun:
@@ -340,14 +342,16 @@ class Checkpointer:
         self._ranks.all_do(lambda: refuse_bad_resume(step, before, exactness))
         start = source if source is None or isinstance(source, From) else From(source)
         target = step if before is None else before - 1
-        asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
+        asked = ResumeRequest(
+            target, step is not None, exactness == "continuation", show, exactness == "approximate"
+        )
         try:
             leads = self._peers is not None and self._peers.leads
             following = self._backend.following(self._store, asked)
             wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds, leads, following)
             if self._peers is None:
                 self._ranks.first_does(self._check_remote)
-            refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
+            refuse_other_calls(self._ranks, target, asked.exact, asked.continuing, asked.approximate)
             found = self._backend.enter(self._store, asked)
             if self._peers is not None:  # a new node has the run's timelines now
                 self._ranks.all_do(self._check_remote)
@@ -355,7 +359,7 @@ class Checkpointer:
                 raise BadInput(
                     f"{self._store.root} has no step yet; call resume() without one to begin the run"
                 )
-            self._go_on_from(found, start)
+            self._go_on_from(found, start, asked.approximate)
             self._backend.begin(found)
             if self._options.keep.weights is not None:
                 self._weights = SavedWeights(
@@ -377,7 +381,7 @@ class Checkpointer:
         how = self._backend.recovered_by
         tell(f"{self._store.root} continues after step {self.steps_done:,}{f': {how}' * bool(how)}. {lost}")
 
-    def _go_on_from(self, found: RecoveryResult | None, start: From | None) -> None:
+    def _go_on_from(self, found: RecoveryResult | None, start: From | None, approximate: bool) -> None:
         """Set the training state to what was found, or else to ``start``, or else to that of the script."""
         if found is not None:
             self._training.continue_from(found)
@@ -385,7 +389,7 @@ class Checkpointer:
         else:
             self._training.begin_anew()
             if start is not None:
-                begin_from(start, self._training, self._events.emit)
+                begin_from(start, self._training, self._events.emit, approximate)
         self._training.begin_iteration()
 
     def _say_begun(self) -> None:

@@ -48,6 +48,17 @@ class RunMismatch(BadInput):
     """The run directory holds another model, optimizer or text than the one given."""
 
 
+class OtherArithmetic(BadInput):
+    """Records were written by another kind of processor or device, or torch, whose last bits differ from this one's.
+
+    Nothing is damaged. ``step`` is the newest one that needs no record and can be resumed here; None without one.
+    """
+
+    def __init__(self, text: str, step: int | None) -> None:
+        super().__init__(text)
+        self.step = step
+
+
 class RunLocked(BadInput):
     """Another process writes to the run directory."""
 

@@ -169,15 +169,19 @@ class OpenedSource:
         return set_hyper_parameters(groups, self._match.in_source(names), self.progress)
 
 
-def begin_from(start: From, training: TrainingState, emit: Callable[..., None]) -> None:
+def begin_from(
+    start: From, training: TrainingState, emit: Callable[..., None], approximate: bool = False
+) -> None:
     """Bring ``loop`` to the state of ``start``; what the source lacks is reported in warnings.
+
+    With ``approximate`` records of another kind of processor are replayed with the arithmetic of this one.
 
     Collective: every rank must call this. Raises, on all ranks, as ``From.source``, and ``RunMismatch`` if the source
     belongs to another model.
     """
     ranks, target = training.ranks, NamedCommit.parse(str(start.path))
     if start.plain and ranks.first_does(partial(_is_resumable, target)):
-        _begin_from_run(target, training)
+        _begin_from_run(target, training, approximate)
         return
     source = opened_alike(start, ranks)
     if start.rules is None and not start.rename:
@@ -269,13 +273,13 @@ def check_between(
     ranks.all_do(partial(refuse_unequal, source, wanted))
 
 
-def _begin_from_run(target: NamedCommit, training: TrainingState) -> None:
+def _begin_from_run(target: NamedCommit, training: TrainingState, approximate: bool) -> None:
     """Begin from what another run has recorded."""
     with LocalStore(target.run) as store:
         training.ranks.first_does(partial(require_intact_snapshot, store, target.step, target.timeline))
         found = recover(
             store, training.state, training.script, ranks=training.ranks, target=target.step, tip=target.timeline,
-            exact=target.step is not None, after_update=training.update_again,
+            exact=target.step is not None, approximate=approximate, after_update=training.update_again,
         )  # fmt: skip
     training.continue_from(found)
 

@@ -323,3 +323,5 @@ class ResumeRequest:
     """Accept only a step from which training continues bit for bit."""
     show: Callable[[RecoveryProgress], None] | None
     """Called with the progress of the recovery."""
+    approximate: bool = False
+    """Replay records of another kind of processor with the arithmetic of this one."""

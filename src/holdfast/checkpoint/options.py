@@ -295,8 +295,8 @@ def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> N
     for name, value, least in (("step", step, 0), ("before", before, 1)):
         if value is not None and not (isinstance(value, Integral) and value >= least):
             raise BadInput(f"resume({name}={value!r}): give the number of a step, at least {least}")
-    if exactness not in ("state", "continuation"):
-        raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+    if exactness not in ("state", "continuation", "approximate"):
+        raise BadInput(f"exactness = {exactness!r} is not one of state, continuation, approximate")
 
 
 def refuse_other_calls(ranks: Ranks, *asked: Any) -> None:

@@ -38,7 +38,7 @@ from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
 from .recovery.following import Follower
 from .recovery.kept_copy import machine_seconds, newest_copy, recover_copy, this_machine
-from .recovery.lineage import Reached
+from .recovery.lineage import Lineage, Reached
 from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
@@ -50,6 +50,9 @@ from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
 from .training_state import TrainingState
 
+APPROXIMATELY = (
+    ", with the arithmetic of this machine, which is not that of training: last bits of the state differ"
+)
 SURE = 2.0
 """The factor by which a snapshot may take longer than predicted, where the process has only some seconds left."""
 
@@ -145,11 +148,13 @@ class LogBackend(DurabilityBackend):
             return f"from the copy in memory, in {seconds}; the disk has step {self._disk_step:,}"
         records = counted(recovery.replayed_records, "record")
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
+        how = APPROXIMATELY * recovery.is_approximate
         if recovery.reached is not None:
-            return f"followed to step {recovery.reached:,}, and {records} replayed in {seconds}"
+            return f"followed to step {recovery.reached:,}, and {records} replayed in {seconds}{how}"
         replayed = f" and {records} replayed" * bool(recovery.replayed_records)
         tiers = "" if self._nodes is None else self._nodes.source_text
-        return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}{f' ({tiers})' * bool(tiers)}"
+        how = f" ({tiers})" * bool(tiers) + how
+        return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}{how}"
 
     # Start
 
@@ -187,6 +192,7 @@ class LogBackend(DurabilityBackend):
         if self._disk_step is not None:
             return found
         training.rates = recovery.rates
+        recovery.is_approximate = found.is_approximate
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
         self._settle(found, seen)
         if asked.target is None and isinstance(store.root, Path):
@@ -208,7 +214,8 @@ class LogBackend(DurabilityBackend):
         def recovered(reached: Reached | None) -> RecoveryResult:
             return recover(
                 store, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
-                continuing=asked.continuing, after_update=training.update_again, watch=self._recovery, reached=reached,
+                continuing=asked.continuing, approximate=asked.approximate, after_update=training.update_again,
+                watch=self._recovery, reached=reached,
             )  # fmt: skip
 
         try:
@@ -524,8 +531,12 @@ class LogBackend(DurabilityBackend):
     def prepare_rollback(self, step: int, nearest: bool) -> int:
         ranks, state = self._training.ranks, self._training.state
         self.pace.abandon(ranks)
-        seen = self._seen(step)
-        return min(ranks.all_do(lambda: reachable_step(seen, state, step, nearest)))
+        seen, updates = self._seen(step), self._training.after_update is not None
+
+        def refuse(line: Lineage) -> None:
+            line.refuse_other_arithmetic(state, updates, ranks.rank)
+
+        return min(ranks.all_do(lambda: reachable_step(seen, state, step, nearest, refuse)))
 
     def _seen(self, target: int) -> LocalStore:
         """Return the run as it can be read: the directory, or that of all nodes.

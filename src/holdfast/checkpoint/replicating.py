@@ -89,7 +89,13 @@ class ReplicaBackend(DurabilityBackend):
         see_alike(store, self._training.ranks)
         if not store.commits():
             return None
-        return self.replica.recover(store, self._training.script, target=asked.target, exact=asked.exact)
+        return self.replica.recover(
+            store,
+            self._training.script,
+            target=asked.target,
+            exact=asked.exact,
+            approximate=asked.approximate,
+        )
 
     def begin(self, found: RecoveryResult | None) -> None:
         self.begun, training = True, self._training

@@ -142,7 +142,7 @@ class TrainingState:
         self.now: dict[str, Any] = {}
         """The user state at the end of the last step, as JSON."""
         self.steps_done = 0
-        self.exactness: Literal["state", "continuation"] = "continuation"
+        self.exactness: Literal["state", "continuation", "approximate"] = "continuation"
         self._measured: tuple[int, dict[str, Any]] = 0, {}
         """The step that the script gave metrics of last, and these."""
         self.certified_step: int | None = None
@@ -236,6 +236,8 @@ class TrainingState:
                 ' from which training goes on as it did, call resume(exactness="continuation").',
                 stacklevel=4,
             )
+        if found.is_approximate:
+            self.exactness = "approximate"
 
     def refuse_rollback(self, keeps_places: bool) -> None:
         """Raise ``BadInput`` if this process holds something that only a new process could bring back."""

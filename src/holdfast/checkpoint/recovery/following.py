@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Self
 
-from ...errors import Damaged, DiskFailed, HoldfastError
+from ...errors import Damaged, DiskFailed, HoldfastError, OtherArithmetic
+from ...events import tell
 from ...state.live_state import LiveState
 from ...store.disk import AnyDisk
 from ...store.format.manifest import CommitRef
@@ -54,6 +55,7 @@ class Follower:
         self._headers = _Headers()
         self._failed: CommitRef | None = None
         """A snapshot from which nothing could be replayed. The next one is waited for."""
+        self._has_told = False
         self.reached: Reached | None = None
         """The point that ``state`` is at; None while it is at none."""
         self.has_begun = False
@@ -76,9 +78,17 @@ class Follower:
             began = time.monotonic()
             try:
                 self._look()
+            except OtherArithmetic as error:
+                self.reached = None
+                self._tell_once(f"this standby could not take over now, since it computes otherwise. {error}")
             except (HoldfastError, OSError):  # the recovery says what is wrong, if it is still wrong then
                 self.reached = None
             seconds = time.monotonic() - began
+
+    def _tell_once(self, text: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            tell(text)
 
     def _look(self) -> None:
         """Bring the state as far as the run's records reach."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
+from ...errors import Damaged, DiskFailed, HoldfastError, OtherArithmetic, RunMismatch, Unreadable
 from ...optim.kinds import is_elementwise
 from ...state.capture import CapturedParameter
 from ...state.joined_buffers import BUFFER, arrange_buffers
@@ -32,6 +32,7 @@ from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
 from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
+from ..arithmetic import DESCRIPTIONS, arithmetic_here, differing, operations_of
 from ..compression.codecs import ShardingMismatch, Spreads
 from ..log.recorder import BOUND
 from ..numerics import computing_as, needs_threads, recorded_settings
@@ -58,6 +59,10 @@ class Lineage:
     """A step known from the logs to have been durable on all streams."""
     ends_early: Callable[[], bool] = lambda: False
     """Asked before each record: whether the replay shall end there."""
+    allows_approximation: bool = False
+    """True if records of another kind of processor may be replayed with this one's arithmetic."""
+    is_approximate: bool = False
+    """True once the replay uses other arithmetic than the writer's: fingerprints then say nothing."""
 
     @classmethod
     def of(
@@ -137,7 +142,7 @@ class Lineage:
         A record that does not verify ends the line. Steps that ``state`` has ``reached`` on this line are left out.
 
         Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and
-        ``RunMismatch`` if the run is another model's, with nothing changed.
+        ``RunMismatch`` if the run is another model's, and ``OtherArithmetic``, with nothing changed.
         """
         self.refuse_other_model(state)
         self._arrange_buffers(state, rank)
@@ -146,6 +151,7 @@ class Lineage:
         if not self.overlap_alike(state, stream):
             self._refuse_apart(state, after_update)
         as_written = self.is_as_written(state, rank)
+        self.refuse_other_arithmetic(state, after_update is not None, rank)
         if as_written and reached is not None and self._continues(reached, stream):
             self.watch.begins(self.base, list(self.chains.values()), reached.step)
             self._step_on(state, self._takings(state, sources or {}, stream), after_update, reached.step)
@@ -173,6 +179,48 @@ class Lineage:
             for key, atom in share.atoms.items()
         }
         state.check(kinds)
+
+    def refuse_other_arithmetic(self, state: LiveState, after_update: bool, rank: int | None = None) -> None:
+        """Raise ``OtherArithmetic`` if the records that ``rank`` replays (None: all) would not give training's bits.
+
+        Changes nothing. Where the line allows an approximation, note that it is one.
+        """
+        streams = set(self.chains)
+        if rank is not None and self.is_as_written(state, rank):
+            streams = {self.stream_of(rank), *(self._sources(state) or {}).values()}
+        replayed = [stream for stream in streams if self.chains[stream].records]
+        needed, here = operations_of(state.optimizers, after_update), arithmetic_here(state)
+        notes = [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}) for stream in replayed]
+        found = {name for there in notes for name in differing(there, here, needed)}
+        if not found or self.allows_approximation:
+            self.is_approximate = bool(found)
+            return
+        alone = self._newest_alone()
+        standing = (
+            "no base of this run stands alone"
+            if alone is None
+            else f"go on from step {alone}, the newest base that needs no record, by resume(step={alone})"
+        )
+        writer = self.store.timelines()[0].get(self.base.timeline)
+        host = None if writer is None else writer.writer.get("host")
+        raise OtherArithmetic(
+            f"{self.store.root}: the records of steps {self.base.oldest_step + 1} to {self.step} were written by"
+            " another kind of processor or device, or another version of torch, whose arithmetic differs from this"
+            f" one's in the last bits (of {' and '.join(sorted(map(DESCRIPTIONS.__getitem__, found)))}), so a replay"
+            " here would not give what training had. Nothing is damaged, and nothing was changed. Resume on"
+            f" {f'{host} or a machine like it' if host else 'a machine like the one that trained'}; or {standing}; or"
+            ' replay with the arithmetic of this machine, by resume(exactness="approximate").',
+            alone,
+        )
+
+    def _newest_alone(self) -> int | None:
+        """Return the newest step, not after this line's snapshot, whose snapshot needs no record; None without one."""
+        for ref in self.store.line(self.base.timeline):
+            if ref.step <= self.base.step:
+                with suppress(Damaged, DiskFailed):
+                    if self.store.load(ref).oldest_step == ref.step:
+                        return ref.step
+        return None
 
     def _arrange_buffers(self, state: LiveState, rank: int) -> None:
         """Arrange buffers that shared memory when the model was made as they lay after the last step."""
@@ -273,6 +321,7 @@ class Lineage:
 
         ``state`` provides the parameters' form and the optimizers.
         """
+        self.refuse_other_arithmetic(state, False)
         for stream, share in self.shares.items():
             ghost = ShardState(state, share.boxes, self._shared(stream) or [])
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
@@ -364,7 +413,8 @@ class Lineage:
                     if units := each.later.get(step):
                         each.share.load(state, units, each.owners)  # counts as replay time
                 self.watch.replayed(len(found))
-                if step >= self.base.step and any(each.differs(record) for each, record, _ in found):
+                compares = step >= self.base.step and not self.is_approximate
+                if compares and any(each.differs(record) for each, record, _ in found):
                     raise ReplayMismatch(step)
 
     def reached(self, rank: int) -> Reached:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import BadInput, Damaged, DiskFailed, NoCommit
+from ...errors import BadInput, Damaged, DiskFailed, NoCommit, OtherArithmetic
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
 from ..user_state import NoScriptState, ScriptState
@@ -44,12 +44,18 @@ class LivingScript(NoScriptState):
         self._script.scatter(rank)
 
 
-def reachable_step(store: LocalStore, state: LiveState, step: int, nearest: bool = False) -> int:
+def reachable_step(
+    store: LocalStore,
+    state: LiveState,
+    step: int,
+    nearest: bool = False,
+    refuse: Callable[[Lineage], None] = lambda line: None,
+) -> int:
     """Return ``step`` if log records lead to it from a snapshot. Reads headers, and changes nothing.
 
     With ``nearest`` a step that nothing leads to gives way to the newest one before it that is there, or else to that
-    of the first snapshot after it. Raises ``NoCommit`` if there is none, and ``RunMismatch`` if the model had another
-    form then.
+    of the first snapshot after it. ``refuse`` raises ``OtherArithmetic`` for a line that cannot be replayed here.
+    Raises ``NoCommit`` if there is none, and ``RunMismatch`` if the model had another form then.
     """
     refs, problems = store.line(), list[str]()
     later = sorted(ref.step for ref in refs if ref.step > step)[: 1 if nearest else 0]
@@ -57,6 +63,11 @@ def reachable_step(store: LocalStore, state: LiveState, step: int, nearest: bool
         line = line_to(store, wanted, problems, nearest)
         if line is not None:
             line.refuse_other_model(state)
+            try:
+                refuse(line)
+            except OtherArithmetic as error:
+                problems.insert(0, str(error))
+                continue
             return line.step
     oldest = f"The oldest base is of step {refs[-1].step}." if refs else "There is no base."
     raise NoCommit(

@@ -41,6 +41,8 @@ class RecoveryProgress:
         self.reached: int | None = None
         """The step that the state was at before, as that of a standby is; None where a snapshot is loaded."""
         self.over = False
+        self.is_approximate = False
+        """True if records were replayed with other arithmetic than training had."""
 
     @property
     def text(self) -> str:
@@ -117,7 +119,7 @@ class RecoveryProgress:
         return {
             "base_step": self.base_step, "base_bytes": self.base_bytes, "records": self.replayed_records,
             "predicted_seconds": self.predicted_seconds, "load_seconds": self.load_seconds,
-            "replay_seconds": self.replay_seconds,
+            "replay_seconds": self.replay_seconds, "approximate": self.is_approximate,
         }  # fmt: skip
 
     @property

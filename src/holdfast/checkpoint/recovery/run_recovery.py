@@ -29,6 +29,7 @@ from ...store.log.segments import streams
 from ...store.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
+from ..arithmetic import arithmetic_here
 from ..numerics import needs_threads, recorded_settings, settings_warnings
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
@@ -49,6 +50,7 @@ def recover(
     tip: int | None = None,
     exact: bool = False,
     continuing: bool = False,
+    approximate: bool = False,
     after_update: Callable[[int], None] | None = None,
     watch: RecoveryProgress | None = None,
     reached: Reached | None = None,
@@ -62,6 +64,7 @@ def recover(
         tip: The timeline whose steps are recovered; None for the current one.
         exact: Fail unless precisely ``target`` can be restored.
         continuing: Only accept a step whose residuals were saved, so that training continues bit for bit.
+        approximate: Replay records of another kind of processor with the arithmetic of this one.
         after_update: Called after each replayed update with the number of steps done.
         watch: Observer of the progress.
         reached: The point of the run that ``state`` is at already, if any.
@@ -69,12 +72,12 @@ def recover(
     Residuals are restored only if they are those of the restored step.
 
     Raises ``NoCommit`` if ``target`` cannot be restored, ``Damaged`` if no snapshot is whole, and ``Unreadable`` if a
-    later step may be in data that cannot be read. Raises ``RunMismatch`` if the run belongs to another model, with
-    nothing changed.
+    later step may be in data that cannot be read. Raises ``RunMismatch`` if the run belongs to another model, and
+    ``OtherArithmetic`` if a replay would not give the bits of training, with nothing changed.
     """
     search = _Search(
         store, state, script, ranks, target, tip, exact=exact, continuing=continuing, after_update=after_update,
-        watch=watch, reached=reached,
+        watch=watch, reached=reached, approximate=approximate,
     )  # fmt: skip
     bases = search.bases()
     for ref in bases:
@@ -112,12 +115,14 @@ class RecoveryResult:
     """The point where the run continues.
 
     ``problems`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its
-    number stored, and does the same after updates. Records may then follow the existing ones.
+    number stored, computes as that one did, and does the same after updates. Records may then follow the existing ones.
     """
 
     point: Point
     problems: list[str] = field(default_factory=list)
     same_cut: bool = True
+    is_approximate: bool = False
+    """True if any rank replayed with other arithmetic than training had, so that last bits differ."""
     residuals_lost: bool = False
     """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
     trained: Collection[str] = ()
@@ -195,6 +200,7 @@ class _Search:
     after_update: Callable[[int], None] | None
     watch: RecoveryProgress | None
     reached: Reached | None = None
+    approximate: bool = False
     acknowledged: int = -1
     """A step known from the logs to have been durable on all streams."""
     problems: list[str] = field(default_factory=list)
@@ -283,6 +289,7 @@ class _Search:
         _refuse_other_updates(line, self.after_update is not None)
         _refuse_other_members(line, self.state)
         line.watch = self.watch or line.watch
+        line.allows_approximation = self.approximate
         # from here on the state is at no point, until all is replayed
         reached, self.reached = self.reached, None
         line.replay_into(self.state, self.ranks.rank, self.after_update, reached)
@@ -326,6 +333,7 @@ class _Search:
             _tell_lost(line, line.acknowledged if streams(self.store.disk) else -1, self.problems)
         others = _other_members(line, self.state)
         same_cut = self._has_same_cut(line, others)
+        is_approximate = any(self.ranks.everyone(line.is_approximate))
         own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
         lost = line.residuals_lost or (own_residuals and len(line.chains) != self.ranks.world_size)
         if lost or line.residuals_dropped:
@@ -337,7 +345,10 @@ class _Search:
         self.script.restore(progress)
         if rank >= len(line.chains):
             self.script.scatter(rank)
-        return RecoveryResult(line.point, self.problems, same_cut, lost, line.trained(rank), progress)
+        return RecoveryResult(
+            line.point, self.problems, same_cut and not is_approximate, is_approximate, lost, line.trained(rank),
+            progress,
+        )  # fmt: skip
 
     def _has_same_cut(self, line: Lineage, others: Mapping[str, str]) -> bool:
         """Return whether every rank stores what the rank of its number stored, and does the same after updates.
@@ -427,9 +438,12 @@ def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> b
 
 
 def _stores_alike(line: Lineage, state: LiveState, ranks: Ranks) -> bool:
-    """Return whether this rank stores what the rank of its number stored, with the same memory layout."""
-    here = strides_of(state)
-    there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
+    """Return whether this rank stores and computes what the rank of its number did, with the same memory layout."""
+    here, arithmetic = strides_of(state), arithmetic_here(state)
+    replay = line.base.progress_of(ranks.stream).get("replay", {})
+    there = replay.get("strides", here)
+    if replay.get("arithmetic", arithmetic) != arithmetic:
+        return False  # what the snapshot notes is not true of records made here
     boxes = {p.name: state.boxes[p.name] for p in state.stored}
     alike = there == here and line.overlap_alike(state, ranks.stream)
     return alike and line.shares[ranks.stream].boxes == boxes

@@ -86,7 +86,7 @@ class Replicas(Replica):
         ranks.all_do(lambda: self._start() if ranks.rank else None)
 
     def recover(
-        self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool
+        self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool, approximate: bool
     ) -> RecoveryResult:
         """Recover as a single replica does: from memory if all ranks can reach the same step there."""
         ranks, problems = self._ranks, list[str]()
@@ -111,7 +111,9 @@ class Replicas(Replica):
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
                 return RecoveryResult(found, self._told_of_stray(own), progress=progress)
-        recovered = recover(store, self._state, script, ranks=ranks, target=target, exact=exact)
+        recovered = recover(
+            store, self._state, script, ranks=ranks, target=target, exact=exact, approximate=approximate
+        )
         self._helper.durable_step = recovered.point.step
         if target is None and not problems:
             without = [rank for rank, each in enumerate(there) if not each]

@@ -182,7 +182,7 @@ class Replica:
         self._helper.wait_for_word("entered")
 
     def recover(
-        self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool
+        self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool, approximate: bool
     ) -> RecoveryResult:
         """Recover as ``recovery.recover`` does, or from memory if a replica kept a step that is at least as new."""
         problems: list[str] = []
@@ -199,7 +199,9 @@ class Replica:
                 durable = self._helper.durable_step = retained_state.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
                 return RecoveryResult(found, self._told_of_stray(own), progress=progress)
-        recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
+        recovered = recover(
+            store, self._state, script, ranks=Ranks(), target=target, exact=exact, approximate=approximate
+        )
         self._helper.durable_step = recovered.point.step
         if target is None and not problems:
             problems = self._not_used(store, recovered.point.step, "which go with other ranks than these")

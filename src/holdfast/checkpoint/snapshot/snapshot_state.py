@@ -27,6 +27,7 @@ from ...state.live_state import LiveState
 from ...state.plain_tensors import FROM_NAME
 from ...state.tensor_entries import RESIDUAL
 from ...store.format.manifest import Manifest
+from ..arithmetic import arithmetic_here
 
 
 def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
@@ -70,6 +71,7 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
         "parameters": [members_of(state, optimizer) for optimizer in state.optimizers],
         "after_update": after_update,
         "devices": sorted({parameter.device.type for parameter in parameters}),
+        "arithmetic": arithmetic_here(state),
         "strides": strides_of(state),
         "shared": state.shared(),
         "frozen": [p.name for p in state.parameters if not p.parameter.requires_grad],

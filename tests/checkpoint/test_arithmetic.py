@@ -1,0 +1,180 @@
+"""Records of another kind of processor, whose square roots differ from this one's in the last bits."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoint.loops import cut_small, make, manifests, same
+from holdfast.checkpoint import arithmetic
+from holdfast.checkpoint.recovery import replay
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import NoCommit, OtherArithmetic
+from holdfast.opening import source_of
+from holdfast.store.commit.retention import Keep
+from support.warm_python import call, environment_of
+from test_checkpointer import ADAMW, go_on
+
+STEPS = 8
+
+
+@contextmanager
+def other_processor():
+    """Compute square roots as a processor does that rounds all of them up."""
+    root = torch.Tensor.sqrt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sqrt", lambda x: torch.nextafter(root(x), x.new_full((), torch.inf)))
+        arithmetic.arithmetic_of.cache_clear()
+        yield
+    arithmetic.arithmetic_of.cache_clear()
+
+
+def started(root, optimizer=ADAMW, **options):
+    loop = make(optimizer)
+    return loop, Checkpointer(root, model=loop.model, optimizer=loop.optimizers, keep=Keep(99), **options)
+
+
+def killed(loop, checkpointer, steps):
+    """Train to ``steps`` and end without a base of it; return the state."""
+    go_on(loop, checkpointer, steps)
+    checkpointer.wait()
+    checkpointer.close(save=False)
+    return loop.state()
+
+
+def trained_elsewhere(root, optimizer=ADAMW, **options):
+    with other_processor():
+        loop, checkpointer = started(root, optimizer, **options)
+        checkpointer.resume()
+        return killed(loop, checkpointer, STEPS)
+
+
+def events(root, name):
+    lines = map(json.loads, (root / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == name]
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_records_of_another_processor_are_refused(tmp_path, monkeypatch, is_spread):
+    if is_spread:
+        cut_small(monkeypatch)
+    there = trained_elsewhere(tmp_path, base_every=3 if is_spread else None)
+    bases = manifests(tmp_path)
+    assert (bases[0].oldest_step < bases[0].step) == is_spread
+    loop, checkpointer = started(tmp_path)
+    before = loop.state()
+    with pytest.raises(OtherArithmetic) as refused:
+        checkpointer.resume()
+    assert refused.value.step == max(base.step for base in bases if base.oldest_step == base.step)
+    assert same(loop.state(), before) and manifests(tmp_path) == bases
+    with pytest.raises(OtherArithmetic):
+        source_of(f"{tmp_path}@{STEPS}")
+    with other_processor():  # nothing was lost
+        loop, checkpointer = started(tmp_path)
+        assert checkpointer.resume() == STEPS
+        assert same(loop.state(), there)
+        checkpointer.close(save=False)
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_an_approximate_resume_is_said_and_followed_exactly(tmp_path, monkeypatch, is_spread):
+    if is_spread:
+        cut_small(monkeypatch)
+    there = trained_elsewhere(tmp_path, base_every=3 if is_spread else None)
+    loop, checkpointer = started(tmp_path)
+    assert (checkpointer.resume(exactness="approximate"), checkpointer.exactness) == (STEPS, "approximate")
+    here = loop.state()
+    assert not same(here, there)
+    for name, tensor in there["model"].items():
+        torch.testing.assert_close(here["model"][name], tensor, rtol=1e-5, atol=1e-6)
+    assert [event["approximate"] for event in events(tmp_path, "recovered")] == [True]
+    bases = manifests(tmp_path)
+    assert (bases[0].step, bases[0].oldest_step) == (STEPS, STEPS)
+    with pytest.raises(NoCommit, match="another kind of processor"):  # and the process stays at its step
+        checkpointer.rollback(STEPS - 1)
+    last = killed(loop, checkpointer, STEPS + 2)
+    loop, checkpointer = started(tmp_path)
+    assert (checkpointer.resume(), checkpointer.exactness) == (STEPS + 2, "continuation")
+    assert same(loop.state(), last)
+    checkpointer.close(save=False)
+
+
+def test_an_optimizer_without_roots_is_replayed_exactly(tmp_path):
+    sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    there = trained_elsewhere(tmp_path, sgd)
+    loop, checkpointer = started(tmp_path, sgd)
+    assert checkpointer.resume(exactness="approximate") == STEPS
+    assert checkpointer.exactness == "continuation" and same(loop.state(), there)
+    assert (
+        manifests(tmp_path)[0].step == STEPS
+    )  # since the old base does not say what its records compute with
+    checkpointer.close(save=False)
+
+
+def test_approximation_is_only_between_processors(tmp_path, monkeypatch):
+    loop, checkpointer = started(tmp_path)
+    checkpointer.resume()
+    killed(loop, checkpointer, STEPS)
+    step = replay._unhooked_step
+
+    def differently(optimizer, *args, **kwargs):
+        step(optimizer, *args, **kwargs)
+        for group in optimizer.param_groups:
+            torch._foreach_mul_(group["params"], 1.001)
+
+    monkeypatch.setattr(replay, "_unhooked_step", differently)
+    loop, checkpointer = started(tmp_path)
+    with pytest.warns(UserWarning, match="replaying step 1 did not give what training had"):
+        assert checkpointer.resume(exactness="approximate") == 0
+    assert checkpointer.exactness == "continuation"
+    checkpointer.close(save=False)
+
+
+def train_large(root, steps):
+    """Train a model of some thousands of parameters to ``steps``. Return what was noted, and the last sum of bits."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    checkpointer = Checkpointer(root, model=model, optimizer=optimizer)
+    start = checkpointer.resume()
+    for step in range(start, steps):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.step()
+    checkpointer.wait()
+    checkpointer.close(save=False)
+    bits = sum(int(p.detach().view(torch.int32).sum()) for p in model.parameters())
+    return {"start": start, "noted": arithmetic.arithmetic_of("cpu"), "bits": bits}
+
+
+def test_a_run_under_other_instructions_is_exact_or_refused(tmp_path):
+    """Where MKL obeys the variable and this processor has more than AVX2, square roots differ; elsewhere none does."""
+    there = call(
+        "checkpoint.test_arithmetic", "train_large", env=environment_of(MKL_ENABLE_INSTRUCTIONS="AVX2"),
+        root=str(tmp_path), steps=6,
+    )  # fmt: skip
+    if there["noted"]["roots"] == arithmetic.arithmetic_of("cpu")["roots"]:
+        assert train_large(tmp_path, 6) == {**there, "start": 6, "noted": arithmetic.arithmetic_of("cpu")}
+    else:
+        with pytest.raises(OtherArithmetic):
+            train_large(tmp_path, 6)
+
+
+def test_digests_do_not_depend_on_the_number_of_threads():
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            arithmetic.arithmetic_of.cache_clear()
+            found.append(arithmetic.arithmetic_of("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1] and "none" not in found[0].values()

@@ -189,7 +189,7 @@ def nothing_resumed_reason(kills: int, step: int) -> Reason:
     """Return why equal states show nothing: each start after a kill began anew."""
     return Reason(
         "nothing-resumed",
-        f"after {'the kill' if kills == 1 else f'each of {kills} kills'} the script began at its first step again, so no"
+        f"after {'the kill' if kills == 1 else f'each of {kills} kills'} the script began at its first step again: no"
         " resume was tried",
         f"If the run keeps a step seldom (every=), drill to a later step than {step} (--until), or with more kills"
         " (--kills). Otherwise the script does not call resume(), or removes its run when it starts.",

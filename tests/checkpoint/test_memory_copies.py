@@ -15,6 +15,7 @@ import torch
 
 from checkpoint.loops import cut_small, same
 from holdfast.checkpoint.recovery import kept_copy
+from holdfast.checkpoint.recovery.lineage import Lineage
 from holdfast.checkpoint.replica import retained_state, shared_memory
 from holdfast.checkpoint.snapshot import memory_copies, snapshot_scheduler
 from holdfast.cli import inspect
@@ -147,6 +148,54 @@ def test_damaged_copy_gives_way_to_the_disk(memory, root):
         with pytest.warns(UserWarning, match=f"copy of step {COPY} in memory is not whole"):
             assert checkpointer.resume() == BASE
         assert same(loop.state(), states[BASE])
+
+
+def test_damaged_manifest_of_a_copy_is_told_of(memory, root):
+    leave(root)
+    for manifest in memory.glob(f"*/{retained_state.KEPT}/commits/*"):
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match="that memory kept is damaged, and is passed over"):
+        assert resumed(root) == BASE
+
+
+def test_torn_record_beside_a_copy_is_not_durable(root):
+    """A kill amid the write of a record may leave its header."""
+    loop, checkpointer = start(root)
+    checkpointer.resume()
+    train(loop, checkpointer, 5)
+    checkpointer.close(save=False)
+    with LocalStore(root) as store:
+        [chain] = Lineage.of(store, store.load(store.line()[0]), None).chains.values()
+        last = chain.records[-1]
+        with open(root / last.path, "r+b") as file:
+            file.seek(last.offset + last.header_bytes)
+            file.write(bytes(last.payload_bytes))
+        assert (retained_state.newest(store, 5), kept_copy.disk_step(store, 5)) == (5, 4)
+        assert kept_copy.disk_step(store, 3) == 3
+
+
+def test_copy_of_a_run_on_another_disk_is_said_to_be_lost_there(memory, root, tmp_path):
+    leave(root)
+    shutil.copytree(root, tmp_path / "moved")
+    shutil.rmtree(root)
+    with pytest.raises(BadInput, match=f"for the directory {root}, and from another one it cannot be taken"):
+        resumed(tmp_path / "moved")
+    assert resumed(tmp_path / "moved", step=BASE) == BASE
+
+
+def test_listing_beside_a_clean_end(memory, root, monkeypatch, capsys):
+    """The trainer removes its memory between two looks."""
+
+    class Ending:
+        def glob(self, pattern):
+            found = [*memory.glob(pattern)]
+            shutil.rmtree(memory)
+            return found
+
+    leave(root)
+    monkeypatch.setattr(inspect, "MEMORY", Ending())
+    inspect.ls(root, as_json=False)
+    assert "In the memory" not in capsys.readouterr().out
 
 
 def test_clean_end_leaves_nothing_in_memory(memory, root):

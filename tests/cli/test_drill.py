@@ -92,6 +92,15 @@ def test_sound_script_is_equal(monkeypatch, tmp_path, random_kept):
     assert not (Path("runs")).exists()
 
 
+@pytest.mark.parametrize("resumed, equal", [(0, False), (3, True)])
+def test_equal_states_show_nothing_where_nothing_was_resumed(tmp_path, monkeypatch, resumed, equal):
+    job, steps = drilling._Drill(["train"], drilling.DrillOptions(), tmp_path, shows=True), Steps(tmp_path)
+    monkeypatch.setattr(job, "_compare", lambda verdict, name: None)  # the states are equal
+    verdict = drilling.Verdict(True, 6, [], kills=[{"resumed_after": 0}, {"resumed_after": resumed}])
+    job._judge(verdict, steps, steps, steps)
+    assert verdict.equal == equal and (verdict.reason is None) == equal
+
+
 def test_script_unlike_itself_is_told_by_its_data(monkeypatch, tmp_path, random_kept):
     first, second = (start(monkeypatch, tmp_path / each, "unlike_itself", 4) for each in ("first", "second"))
     found = first_difference(first, second)

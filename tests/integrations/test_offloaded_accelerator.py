@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader  # noqa: E402
 import holdfast  # noqa: E402
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported  # noqa: E402
 from holdfast.integrations.accelerate import offloaded  # noqa: E402
+from holdfast.offload import exit_hook  # noqa: E402
+from holdfast.offload.model.microbatches import Coroutine  # noqa: E402
 from integrations_interrupt import Interrupted, close_engines  # noqa: E402
 from offloaded_loop_script import NORM, everything, of_logits, train  # noqa: E402
 from offloaded_script import Texts, model  # noqa: E402
@@ -197,6 +200,37 @@ def test_an_error_before_the_schedule_moves_leaves_the_step_out(tmp_path):
     done = run_python(script, tmp_path / "run", env=environment, modules=modules, timeout=60)
     assert "amid the loop's code" in done.stderr
     assert max((tmp_path / "run" / "commits").iterdir()).name.startswith("step-000000000001")
+
+
+@pytest.mark.parametrize("where", ["as the step ends", "in accumulate", "in the loop", "and it is closed"])
+def test_an_exit_before_the_schedule_moves_leaves_the_step_out(tmp_path, monkeypatch, where):
+    """``sys.exit``, which leaves no trace of the place that it was called at."""
+    accelerator, net, optimizer, loader = prepared(tmp_path)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    if where == "as the step ends":
+        resume = Coroutine.resume
+
+        def exits(self, reply):
+            event = resume(self, reply)
+            return sys.exit() if self.finished and accelerator.engine.steps_done == 2 else event
+
+        monkeypatch.setattr(Coroutine, "resume", exits)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    with pytest.raises(SystemExit):
+        for batch in loader:
+            with nullcontext() if where == "in the loop" else accelerator.accumulate(net):
+                accelerator.backward(net.train()(**batch).loss)
+                optimizer.step()
+                if accelerator.steps_done == 2:
+                    sys.exit()
+                schedule.step()
+    if where == "and it is closed":
+        accelerator.end_training()
+    accelerator._loop._leave()
+    exit_hook._finish()
+    accelerator, _, optimizer, _ = prepared(tmp_path)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    assert (accelerator.steps_done, schedule.get_last_lr()) == (1, [0.005])
 
 
 @pytest.mark.slow
@@ -428,7 +462,8 @@ def test_a_schedule_that_is_not_prepared_is_told_of(tmp_path, is_prepared):
         accelerator.backward(net.train()(**batch).loss)
         optimizer.step()
     accelerator.end_training()
-    assert any("StepLR moves learning rates" in str(each.message) for each in caught) != is_prepared
+    told = [str(each.message) for each in caught if "StepLR moves learning rates" in str(each.message)]
+    assert bool(told) != is_prepared and all("accelerator.prepare" in each for each in told)
 
 
 def test_accumulation_by_hand_is_refused(tmp_path):

@@ -208,6 +208,16 @@ def changed(weight, x):
     return x @ weight[1]
 
 
+def changed_unseen(weight, x):
+    weight[1].data.mul_(2)
+    return x @ weight[1]
+
+
+def changed_and_left(weight, x):
+    weight[1].data[3].mul_(2)
+    return x @ weight[1] @ weight[0] @ weight[2] @ weight[3]
+
+
 @pytest.mark.parametrize(
     "use, error",
     [
@@ -216,7 +226,7 @@ def changed(weight, x):
             r"0\.0\.weight was used in 0\.0: its experts are read one by one",
         ),
         (lambda weight, x: x @ weight[1:3][0], "its experts are read one by one"),
-        (changed, r"changed expert 1 of 0\.0 in place"),
+        *((use, r"changed expert 1 of 0\.0 in place") for use in (changed, changed_unseen, changed_and_left)),
     ],
 )
 def test_a_block_that_takes_more_than_one_expert_or_changes_one_is_refused(tmp_path, use, error):

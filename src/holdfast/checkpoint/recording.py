@@ -36,6 +36,7 @@ from .log.record_builder import RecordBuilder
 from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
+from .recovery import kept_copy
 from .recovery.following import Follower
 from .recovery.kept_copy import machine_seconds, newest_copy, recover_copy, this_machine
 from .recovery.lineage import Lineage, Reached
@@ -258,7 +259,7 @@ class LogBackend(DurabilityBackend):
             return None
         training.rates = self._recovery.rates
         # later steps of the disk are abandoned
-        self._disk_step = retained_state.newest(store, kept.last) if disk_step is None else disk_step
+        self._disk_step = kept_copy.disk_step(store, kept.last) if disk_step is None else disk_step
         self._events.emit("resumed", source="memory", step=found.point.step, durable_step=self._disk_step)
         if disk_step is not None:
             end = f"step {disk_step:,} alone" if disk_step >= 0 else "no step"
@@ -588,7 +589,7 @@ class LogBackend(DurabilityBackend):
         """Remove the copy in memory, of a step that is being abandoned."""
         copies, self._copies, self._disk_step = self._copies, None, None
         if copies is not None:
-            copies.close(copies.step)
+            copies.close(self._training.steps_done)
 
     def _leave_copies(self) -> None:
         """Remove the copy in memory, or report that the next process will continue from it."""

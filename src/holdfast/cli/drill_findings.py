@@ -185,6 +185,17 @@ def self_reason(found: Difference) -> Reason:
     )
 
 
+def nothing_resumed_reason(kills: int, step: int) -> Reason:
+    """Return why equal states show nothing: each start after a kill began anew."""
+    return Reason(
+        "nothing-resumed",
+        f"after {'the kill' if kills == 1 else f'each of {kills} kills'} the script began at its first step again: no"
+        " resume was tried",
+        f"If the run keeps a step seldom (every=), drill to a later step than {step} (--until), or with more kills"
+        " (--kills). Otherwise the script does not call resume(), or removes its run when it starts.",
+    )
+
+
 def other_runs_reason(runs: list[str]) -> Reason:
     """Return why nothing was resumed: a start after a kill opened ``runs``, which no start had opened before."""
     return Reason(

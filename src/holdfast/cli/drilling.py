@@ -32,6 +32,7 @@ from .drill_findings import (
     Steps,
     first_difference,
     noise_of,
+    nothing_resumed_reason,
     other_runs_reason,
     resumed_reason,
     self_reason,
@@ -241,6 +242,13 @@ class _Drill:
             self._tell_other_runs(verdict, [opened[name] for name in other])
             return
         self._compare(verdict, "killed")
+        if verdict.kills and found is None and not any(k.get("resumed_after", 0) > 0 for k in verdict.kills):
+            verdict.equal = verdict.within_tolerance = False
+            reason = nothing_resumed_reason(len(verdict.kills), verdict.step)
+            verdict.reason = asdict(reason)
+            self._say(f"nothing was shown: {reason.text}")
+            self._say(reason.way_out)
+            return
         if verdict.equal and found is None:
             kills = counted(len(verdict.kills), "kill")
             self._say(

@@ -88,13 +88,21 @@ def _step_in_memory(reader: RunReader) -> int | None:
     if not isinstance(reader.root, Path):
         return None
     mark = f'"inode": {reader.root.stat().st_ino},'
-    if not any(mark in owner.read_text() for owner in MEMORY.glob(f"holdfast-{os.getuid()}-*/run.json")):
+    owners = MEMORY.glob(f"holdfast-{os.getuid()}-*/run.json")
+    if not any(mark in _text_if_there(owner) for owner in owners):
         return None
     from ..checkpoint.recovery.kept_copy import newest_copy
 
     with LocalStore(reader.root) as store:
         kept = newest_copy(store, None, exact=False)
     return None if kept is None else kept.last
+
+
+def _text_if_there(path: Path) -> str:
+    """Return the content of ``path``; "" if its owner has removed it, as a trainer does at its end."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 def _shared_bytes(order: list[CommitRef], files: dict[CommitRef, dict[str, int]]) -> dict[CommitRef, int]:

@@ -87,6 +87,7 @@ class Fit:
 
     elastic = True
     has_loop = True
+    schedule_advice = "Let configure_optimizers return it."
 
     def __init__(self, trainer: Trainer, callback: FitCallback) -> None:
         self._trainer: Any = trainer

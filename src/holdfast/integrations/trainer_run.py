@@ -59,6 +59,7 @@ class Training:
     """A flag for the ``Checkpointer``: what is restored here does not move the trainer's loop."""
     redoes = True
     """A flag for the ``Checkpointer``: a resume repeats what came after the last step."""
+    schedule_advice = "Give it to the trainer, as optimizers=(optimizer, schedule)."
 
     def __init__(self, trainer: Trainer, run: Path, options: dict[str, Any]) -> None:
         self._trainer, self._run, self._options = trainer, run, options

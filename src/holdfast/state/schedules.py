@@ -36,7 +36,10 @@ class UngivenSchedulers:
         """True for each sign since which schedulers were searched for."""
 
     def look(self, how: str, stacklevel: int) -> None:
-        """Warn at the first step that shows a scheduler in use which was not given; ``how`` is the advice."""
+        """Warn at the first step that shows a scheduler in use which was not given; ``how`` is the advice.
+
+        One of ``given`` that stands for the loop of a trainer has its own advice as ``schedule_advice``.
+        """
         if all(self._looked.values()):
             return
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -53,6 +56,8 @@ class UngivenSchedulers:
         found = _schedulers_of(self._optimizers)
         names = sorted({type(each).__name__ for each in found if id(each) not in given})
         if names:
+            own = (getattr(each, "schedule_advice", None) for each in self._given)
+            how = next((each for each in own if isinstance(each, str)), how)
             self._looked = dict.fromkeys(self._looked, True)
             warnings.warn(
                 f"{shown(names)} moves learning rates and was not given, so no step of the run has its place, and after"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +19,12 @@ from ...distributed import Ranks
 from ...errors import Damaged, NoCommit
 from ...schedule.interval.tuner import MEAN_SECONDS_BETWEEN_FAILURES, mean_between_failures
 from ...state.live_state import LiveState
+from ...store.log.chain import Chain, payloads
 from ...store.run_store import LocalStore
 from ..replica import retained_state, shared_memory
 from ..replica.retained_state import COPY
 from ..user_state import ScriptState
+from .lineage import Lineage
 from .recovery_progress import RecoveryProgress
 from .run_recovery import RecoveryResult, recover
 
@@ -30,7 +33,7 @@ BOOT = "boot"
 
 
 def newest_copy(
-    store: LocalStore, target: int | None, exact: bool, disk_step: int | None = None
+    store: LocalStore, target: int | None, exact: bool, found_step: int | None = None
 ) -> retained_state.RetainedState | None:
     """Return the copy in memory of a step that is newer than all that the disk of the run has; None without one.
 
@@ -39,7 +42,7 @@ def newest_copy(
     Args:
         target: The greatest step that is wanted; None for the newest.
         exact: Accept no step but ``target``.
-        disk_step: The step that the disk was found to lead to; None to believe its headers.
+        found_step: The step that the disk was found to lead to; None to believe its headers.
     """
     found = [
         each
@@ -50,9 +53,33 @@ def newest_copy(
     newest = max(found, key=lambda each: each.last, default=None)
     if newest is None:
         return None
-    if newest.last <= (retained_state.newest(store, target) if disk_step is None else disk_step):
+    if newest.last <= (retained_state.newest(store, target) if found_step is None else found_step):
         return None
     return None if exact and newest.last != target else newest
+
+
+def disk_step(store: LocalStore, target: int) -> int:
+    """Return the newest step, at most ``target``, to which the disk of the run leads; -1 without one.
+
+    The records that may have been on their way when the writer died are read: their headers do not show that they are
+    whole. Earlier ones had been durable.
+    """
+    for ref in store.line():
+        if ref.step <= target:
+            with suppress(Damaged):
+                line = Lineage.of(store, store.load(ref), target)
+                return min(_whole_step(store, line, chain) for chain in line.chains.values())
+    return -1
+
+
+def _whole_step(store: LocalStore, line: Lineage, chain: Chain) -> int:
+    step = max(line.base.step, min(line.acknowledged, line.step))
+    with suppress(Damaged):
+        for record, _ in payloads(
+            store.disk, store.queue, [each for each in chain.records if each.step > step]
+        ):
+            step = record.step
+    return step
 
 
 def recover_copy(

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInput, Damaged, RunLocked
+from ...errors import BadInput, CommitRetired, Damaged, RunLocked
 from ...io.buffers import Buffer
 from ...state.live_state import LiveState
 from ...store.commit.retention import ancestry
@@ -156,17 +157,25 @@ def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
     timelines, key = store.timelines()[0], store.run_key()
     told = {record.writer.get(REPLICA_IN) for record in timelines.values()}
     memories = {shared_memory.MEMORY, *(Path(place) for place in told if isinstance(place, str))}
-    last = max(
-        newest_of(
-            [*shared_memory.places_of(run, memory, key), *shared_memory.strays_of(run, memory, key)], store
-        )
+    places = [
+        place
         for memory in memories
+        for find in (shared_memory.places_of, shared_memory.strays_of)
+        for place in find(run, memory, key)
+    ]
+    found = [each for place in places for each in look(place, store)]
+    newest = max(found, key=lambda each: each.last, default=None)
+    if newest is None or newest.last <= step:
+        return
+    owner = shared_memory.owner_of(Path(newest.place))
+    if newest.cut == COPY and owner is not None and not owner.is_run(run, key):
+        way_out = f"That was for the directory {owner.run}, and from another one it cannot be taken. C"
+    else:
+        way_out = "Resume as before to have it, with replica= or in one process, or c"
+    raise BadInput(
+        f'{run}: a replica, or every="auto", kept step {newest.last} in memory, and step {step} is on the disk.'
+        f" {way_out}all resume(step={step}) to go on without it."
     )
-    if last > step:
-        raise BadInput(
-            f'{run}: a replica, or every="auto", kept step {last} in memory, and step {step} is on the disk. Resume as'
-            f" before to have it, with replica= or in one process, or call resume(step={step}) to go on without it."
-        )
 
 
 def _look(place: Path, folder: str, store: LocalStore) -> RetainedState | None:
@@ -176,7 +185,13 @@ def _look(place: Path, folder: str, store: LocalStore) -> RetainedState | None:
         try:
             commits = memory.commits()
             line = Lineage.of(memory, memory.load(commits[0]), None) if commits else None
-        except Damaged:
+        except CommitRetired:  # its owner has removed it meanwhile
+            return None
+        except Damaged as error:
+            warnings.warn(
+                f"the state of {store.root} that memory kept is damaged, and is passed over: {error}",
+                stacklevel=3,
+            )
             return None
     timelines = store.timelines()[0]
     if line is None or "run" not in line.base.progress or not timelines:

@@ -113,7 +113,7 @@ class OffloadedSteps(Accelerator):
             with super().accumulate(*models):
                 yield
         except BaseException:
-            self._loop.abandon()
+            self._loop.break_off()
             raise
 
     def backward(self, loss: Any, **kwargs: Any) -> None:

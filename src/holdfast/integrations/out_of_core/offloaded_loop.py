@@ -58,6 +58,10 @@ class OffloadedLoop:
         """True from a call that clips to that of the optimizer: the engine has done the step."""
         self._hyper: list[dict[str, Any]] = []
         """The hyper-parameters that the engine has done the newest step with."""
+        self._is_broken_off = False
+        """True from an error amid the loop's code of the newest step, until the loop asks for more batches."""
+        self._moves, self._moves_before = 0, 0
+        """The moves of schedules since the newest step, and between it and the one before."""
 
     # What prepare is given
 
@@ -96,6 +100,7 @@ class OffloadedLoop:
         def step(*args: Any, **kwargs: Any) -> None:
             if self.batches is None or not self.batches.is_passing_over:
                 own(*args, **kwargs)
+                self._moves += 1
 
         vars(schedule)["step"] = step
 
@@ -148,8 +153,11 @@ class OffloadedLoop:
         """Close the engine, which gives the model its values."""
         self.abandon()
         if self.engine is not None and not self.engine.is_closed:
-            self.engine.complete_step(again=self._is_early)
-            self.engine.close()
+            if self._is_broken_off:
+                self._give_up()
+            else:
+                self.engine.complete_step(again=self._is_early)
+                self.engine.close()
         atexit.unregister(self._leave)
 
     def save(self) -> None:
@@ -248,7 +256,7 @@ class OffloadedLoop:
             self._refuse("the loop asked for more batches before it had stepped the optimizer")
         self._refuse_failed()
         self.open().complete_step(again=self._is_early)
-        self._is_early = False
+        self._is_early = self._is_broken_off = False
 
     def _begun(self, engine: Engine, computes: Callable[..., Any]) -> LoopStep:
         assert self.batches is not None and self.model is not None
@@ -258,15 +266,23 @@ class OffloadedLoop:
 
     def _complete_early(self, engine: Engine) -> None:
         """Complete the newest step; what the loop changes before the next is committed with it again."""
+        if self._is_broken_off:
+            self._give_up()
+            self._refuse_failed()
         self._is_early |= engine.complete_step()
 
     def _leave(self) -> None:
-        """Complete the newest step at the end of the process, unless an error has come amid the code of the loop."""
+        """Complete the newest step at the end of the process, unless the process ended amid the code of the loop.
+
+        ``sys.exit`` leaves no trace of where it was called. The loop was not at its end if fewer schedules have moved
+        than after the step before.
+        """
         self.abandon()
         has_failed = any(
             hasattr(sys, name) for name in ("last_exc", "last_value")
         )  # the first since Python 3.12
-        if self.engine is not None and not self.engine.is_closed and not has_failed:
+        is_amid = has_failed or self._is_broken_off or self._moves < self._moves_before
+        if self.engine is not None and not self.engine.is_closed and not is_amid:
             self.engine.complete_step(again=self._is_early)
 
     def _finish(self) -> None:
@@ -275,6 +291,7 @@ class OffloadedLoop:
         self._hyper = self._hyper_now()
         self._taking(self._step.finish)()
         self._step = None
+        self._moves_before, self._moves = self._moves, 0
 
     def _evaluate(
         self, engine: Engine, computes: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -325,6 +342,11 @@ class OffloadedLoop:
             self._failed = True
             step.abandon()
 
+    def break_off(self) -> None:
+        """Note an error amid the loop's code. A step under way is given up; one that is done waits for the loop."""
+        self.abandon()
+        self._is_broken_off = True
+
     def _give_up(self) -> None:
         """Give up the newest step, which is done and not committed. The run is whole up to the step before."""
         assert self.engine is not None
@@ -365,6 +387,7 @@ class _State:
     """The state of the loop and its objects after a step, which the engine takes for that of its loader."""
 
     is_late = True
+    schedule_advice = Batches.schedule_advice
 
     def __init__(self, batches: Batches, accelerator: Any) -> None:
         self._batches, self._objects = batches, [*accelerator._schedulers, *accelerator._custom_objects]

@@ -40,11 +40,16 @@ class SharedStep:
         return self._coroutine.hand_over(value)
 
     def abandon(self) -> None:
-        """Give the step up, with the engine. The run is whole up to the step before."""
+        """Give the step up, with the engine. The run is whole up to the step before.
+
+        A step that has just ended is given up as well: the loop does not know of it, and would not end its own part.
+        """
         if self._has_begun:
             if not self._coroutine.finished:
                 self._engine.interrupt()
             self._coroutine.cancel()
+            if not self._engine.is_closed:
+                self._engine.give_up()
 
     def _take(self, switch: Any) -> Any:
         try:

@@ -143,6 +143,7 @@ class Batches:
     """
 
     elastic = True
+    schedule_advice = "Give it to accelerator.prepare, before training."
 
     def __init__(self, loader: Any, num_ranks: int, accumulation: int = 1, moves: int = 1) -> None:
         """Wrap the loader, as ``LoaderPlace`` does. Raises ``BadInput`` for one whose batches cannot be skipped."""

@@ -35,6 +35,7 @@ from ...store.commit.generations import Generations
 from ..executor import together
 from .block_states import BlockState
 from .device import Device
+from .residency import sampled
 
 KIND = "load_experts"
 """Kind of the reads, by which the SSD's queue counts their bytes."""
@@ -75,6 +76,8 @@ class HeldExpert:
         """Host memory that the expert is read into; None once it is on the device."""
         self.rows: dict[str, torch.Tensor] = {}
         """The expert's rows of each parameter on the device, by name."""
+        self.samples: torch.Tensor | None = None
+        """The sampled bytes of the rows, as they were read."""
 
 
 class ExpertReader:
@@ -107,6 +110,10 @@ class ExpertReader:
         """The expert whose rows lie in a storage, and a parameter that has them, by the storage."""
         self._block = -1
         self._order: list[int] = []
+        self._chosen: dict[int, torch.Tensor] = {}
+        """The numbers of the elements that are compared, by the number of elements."""
+        self._compared: list[tuple[ExpertKey, torch.Tensor, torch.Tensor]] = []
+        """The samples of experts that the block has used, as they were read and as it left them."""
 
     @contextmanager
     def computing(self, block: int) -> Iterator[None]:
@@ -118,7 +125,7 @@ class ExpertReader:
         if not unit.routed:
             yield
             return
-        self._block, self._order = block, []
+        self._block, self._order, self._compared = block, [], []
         modules = {id(module): module for member in unit.routed for module, _ in member.owned.places}
         with ExitStack() as undo:
             for module in modules.values():
@@ -130,7 +137,8 @@ class ExpertReader:
             finally:
                 self._block = -1
         for key, held in self._held.items():
-            self._refuse_changes(key, held)
+            self._refuse_changes(key, held, block)
+        self._refuse_sampled()
 
     def rows(self, block: int, name: str, expert: int) -> torch.Tensor | None:
         """Return the rows of ``expert`` of the parameter ``name``; None unless its ``block`` computes."""
@@ -199,7 +207,7 @@ class ExpertReader:
             # .data has a version counter of its own, by which changes are found
             held.rows[member.name] = rows.data
             at += part.stop - part.start
-        held.memory = None
+        held.memory, held.samples = None, self._samples(held)
         for name, rows in held.rows.items():
             self._places[rows.untyped_storage()._cdata] = key, name
 
@@ -217,15 +225,41 @@ class ExpertReader:
             self._places.pop(rows.untyped_storage()._cdata, None)
         if not held.rows:  # it was read ahead, and not used
             held.reading.exception()
-        self._refuse_changes(key, held)
+        self._refuse_changes(key, held, self._block)
 
-    def _refuse_changes(self, key: ExpertKey, held: HeldExpert) -> None:
+    def _refuse_changes(self, key: ExpertKey, held: HeldExpert, block: int) -> None:
+        """Raise ``ModelNotSupported`` if an expert was changed. Samples of those of ``block`` are noted."""
         if any(rows._version for rows in held.rows.values()):
-            unit = self._units[key.block]
-            raise ModelNotSupported(
-                f"the model changed expert {key.expert} of {unit.name} in place as it ran. Out of core that change"
-                " would be lost: compute with a changed copy instead (weight = self.weight[expert].clamp(-1, 1))."
-            )
+            raise self._changed(key)
+        if key.block == block and held.samples is not None:
+            self._compared.append((key, held.samples, self._samples(held)))
+
+    def _refuse_sampled(self) -> None:
+        """Raise ``ModelNotSupported`` if samples show a change through ``.data``. Waits once for the device."""
+        compared, self._compared = self._compared, []
+        if not compared:
+            return
+        if not torch.equal(
+            torch.cat([was for _, was, _ in compared]), torch.cat([now for *_, now in compared])
+        ):
+            raise self._changed(next(key for key, was, now in compared if not torch.equal(was, now)))
+
+    def _changed(self, key: ExpertKey) -> ModelNotSupported:
+        return ModelNotSupported(
+            f"the model changed expert {key.expert} of {self._units[key.block].name} in place as it ran. Out of core"
+            " that change would be lost: compute with a changed copy instead (weight ="
+            " self.weight[expert].clamp(-1, 1))."
+        )
+
+    def _samples(self, held: HeldExpert) -> torch.Tensor:
+        """Return sampled bytes (uint8) of an expert's rows, on their device."""
+        found = []
+        for rows in held.rows.values():
+            chosen = self._chosen.get(rows.numel())
+            if chosen is None:
+                chosen = self._chosen[rows.numel()] = sampled(rows.numel()).to(rows.device)
+            found.append(rows.view(-1)[chosen].view(torch.uint8))
+        return torch.cat(found)
 
     # What the model's code shows and autograd saves
 

@@ -246,7 +246,9 @@ class ParameterSamples:
 
 def _places(offset: int, elements: int, itemsize: int) -> torch.Tensor:
     """Return the offsets (int64 [count]) of the bytes of the sampled elements of one parameter."""
-    chosen = (
-        torch.linspace(0, max(elements - 1, 0), min(elements, SAMPLED), dtype=torch.float64).round().long()
-    )
-    return (offset + chosen[:, None] * itemsize + torch.arange(itemsize)).flatten()
+    return (offset + sampled(elements)[:, None] * itemsize + torch.arange(itemsize)).flatten()
+
+
+def sampled(elements: int) -> torch.Tensor:
+    """Return the numbers (int64) of the elements that are compared, of a tensor of so many."""
+    return torch.linspace(0, max(elements - 1, 0), min(elements, SAMPLED), dtype=torch.float64).round().long()

@@ -183,35 +183,54 @@ def test_standbys_take_over_until_one_ends_well(capfd):
 
 LAUNCHER = """
 import json, os, sys, time
-status, began = os.environ["HOLDFAST_STANDBY"], time.monotonic()
+status, told, order = os.environ["HOLDFAST_STANDBY"], *sys.argv[1:]
 word = lambda **w: open(status, "a").write(json.dumps({"time": time.time(), **w}) + "\\n")
 folder, number = os.path.dirname(status), int(status.rpartition("-")[2].split(".")[0])
-def until(path):
-    while not os.path.exists(path):
+second = os.path.join(folder, "second")
+def until(true):
+    while not true():
         time.sleep(0.01)
+def exists(name):
+    return lambda: os.path.lexists(os.path.join(folder, name))
+def taken_over(times):
+    return lambda: open(told).read().count("has taken over") == times
 if number == 1:
     word(**{"is": "opened", "step": 1})
-    until(os.path.join(folder, "process-2.jsonl"))
+    until(exists("process-2.jsonl"))
     open(os.path.join(folder, "first-died"), "w").close()
 word(**{"is": "waiting"})
-until(os.path.join(folder, {1: "second-died", 2: "first-died"}.get(number, "never")))
+until(exists({1: "second", 2: "first-died"}.get(number, "never")))
+if number == 1 and order == "death":
+    until(lambda: not os.path.exists("/proc/" + os.readlink(second)))  # the job has reaped it
 word(**{"is": "opened", "step": 5})
 print(number, flush=True)
 if number == 1:
-    until(os.path.join(folder, "process-3.jsonl"))
+    until(exists("process-3.jsonl"))
     sys.exit(0)
-time.sleep(0.5)  # for the job to see who has the run
-open(os.path.join(folder, "second-died"), "w").close()
+until(taken_over(1))
+os.symlink(str(os.getpid()), second)
+if order == "opening":
+    until(taken_over(2))
 sys.exit(7)
 """
-"""Stands for two launchers: the workers of the first die, it starts others, and these take over from the second."""
+"""Stands for two launchers: the workers of the first die, it starts others, and these take over from the second.
+
+The job sees of the second takeover first the ``death`` of the second launcher or the ``opening`` by the first.
+"""
 
 
-def test_launcher_that_starts_its_workers_again_becomes_the_standby(capfd):
-    code = stand_by([sys.executable, "-c", LAUNCHER], restarts=10)
-    found = capfd.readouterr()
-    assert (code, found.out.split()) == (0, ["2", "1"])
-    assert "has taken over from the workers" in found.err and "takes over" in found.err
+@pytest.mark.parametrize("order, says", [("death", [1, 1]), ("opening", [2, 0])])
+def test_launcher_that_starts_its_workers_again_becomes_the_standby(
+    capfd, monkeypatch, tmp_path, order, says
+):
+    told = tmp_path / "told"
+    with told.open("w") as err:
+        monkeypatch.setattr(sys, "stderr", err)
+        code = stand_by([sys.executable, "-c", LAUNCHER, str(told), order], restarts=10)
+    assert (code, capfd.readouterr().out.split()) == (0, ["2", "1"])
+    assert [
+        told.read_text().count(words) for words in ("has taken over from the workers", "takes over")
+    ] == says
 
 
 def test_no_restart_leaves_the_exit_code(capfd):

@@ -106,7 +106,15 @@ OPTIMIZERS = {
     "factored": lambda p: Factored(p, lr=0.01),
     "factored later": lambda p: Factored(p, lr=0.01, first=3),
     "muon": lambda p: muon(list(p)),
+    "powers": lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.5),
 }
+"""``powers`` of two make a replay exact on every machine."""
+
+
+def schedule_of(optimizer: torch.optim.Optimizer, name: str) -> torch.optim.lr_scheduler.LRScheduler:
+    if name == "powers":
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
 
 def muon(parameters: list[Any]) -> torch.optim.Optimizer:
@@ -478,7 +486,7 @@ def train(
     averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
     if averages is not None:
         options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
+    schedule = schedule_of(chosen, optimizer)
     same_batch = {"plain": world_size, "tp": 2, "fsdp_tp": 2}.get(kind, 1)  # so many ranks in a row
     torch.manual_seed(100 + rank // same_batch)
     losses: list[float] = []

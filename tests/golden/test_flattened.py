@@ -35,7 +35,7 @@ def test_stretches_verify_and_read_whole(run):
         for key, atom in atoms.items():
             expected = prod(atom["shape"]) * DTYPE_BYTES[atom["dtype"]]
             assert len(reader.read_atom(manifest, atom)) == expected, key
-        assert regions(manifest, atoms)["first.weight/exp_avg"] == [
+        assert regions(manifest, atoms)["first.weight/momentum_buffer"] == [
             (0, Region((0, 0), (7, 7))),
             (0, Region((7, 0), (8, 4))),
             (1, Region((7, 4), (8, 7))),

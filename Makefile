@@ -12,9 +12,6 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: $(STAMP)
 
-# Where the environment forbids Python to keep what it compiles, each process compiles torch anew: 5 seconds of 7.
-unexport PYTHONDONTWRITEBYTECODE
-
 # constraints.txt has what Holdfast needs; the other file what is tested beside it.
 # What is imported is compiled then; compiling all of it takes longer than installing it.
 PIP_INSTALL := install --quiet --no-compile --disable-pip-version-check -c constraints.txt

@@ -30,7 +30,7 @@ from .checkpoint.capture.optimizer_hooks import Update
 from .checkpoint.capture.state_digests import all_digests
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
-from .checkpoint.grace import Grace
+from .checkpoint.grace import Grace, SigTerm
 from .checkpoint.log.helper_cpus import HelperCpus, chosen_cpus
 from .checkpoint.log.step_log import StepLog
 from .checkpoint.loss_guard import GuardOptions, LossGuard
@@ -54,7 +54,6 @@ from .checkpoint.recovery.recovery_progress import RecoveryProgress
 from .checkpoint.recovery.run_recovery import RecoveryResult
 from .checkpoint.replica import shared_memory
 from .checkpoint.replicating import ReplicaBackend
-from .checkpoint.sigterm import SigTerm
 from .checkpoint.snapshot.run_drives import RunDrives, places_of_drives, queue_for, refuse_bad_drives
 from .checkpoint.training_state import TrainingState, is_no_place
 from .distributed import Ranks

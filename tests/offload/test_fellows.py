@@ -22,7 +22,7 @@ def test_ranks_that_stand_at_unlike_steps_make_no_commit():
     told = [(3, {"path": "a"}), (4, {"path": "b"})]
     ranks = SimpleNamespace(all_do=lambda what: told, first_does=lambda what: pytest.fail("was published"))
     fellows = SimpleNamespace(alone=False, commits=ranks)
-    run = SimpleNamespace(newest={}, store=None, fellows=fellows)
+    run = SimpleNamespace(newest={}, store=None, data_parallel=fellows)
     with pytest.raises(RankFailed, match="rank 1 has step 4 to make durable, and rank 0 step 3"):
         publish(run, 3, {})
 
@@ -35,7 +35,7 @@ def test_buffers_are_sent_when_their_copies_to_the_host_are_there():
         device=SimpleNamespace(
             leave=lambda t: {n: torch.zeros_like(v) for n, v in t.items()}, fetch=lambda t: t
         ),
-        fellows=SimpleNamespace(alone=False, rank=0, from_first=sent.extend),
+        data_parallel=SimpleNamespace(alone=False, rank=0, from_first=sent.extend),
     )
     found = Runtime.agreed_buffers(run)
     assert sent == [7.0] and found["count"] == 7.0

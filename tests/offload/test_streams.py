@@ -140,7 +140,7 @@ def test_the_share_of_delayed_gradients_lies_where_block_inputs_were(unified, de
     residency.grads[0] = Gradients(as_tensor(summed), summed, {"w"})
     run = SimpleNamespace(
         device=SimpleNamespace(unified=unified), residency=residency, blocks=[unit], moved=Counter(),
-        fellows=SimpleNamespace(reduce=lambda unit, all_of_it, share: Gradients(share.fill_(7), None, {"w"})),
+        data_parallel=SimpleNamespace(reduce=lambda unit, all_of_it, share: Gradients(share.fill_(7), None, {"w"})),
     )  # fmt: skip
     kind = "kept_inputs" if delayed else "grads"
     op = Op(Key("reduce_grads", 0), "exchange", takes=(Hold((kind, 0), size),))

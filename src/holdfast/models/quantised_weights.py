@@ -7,6 +7,7 @@ transformers puts these layers into a model; those of torchao, for which it has 
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from ..errors import BadInput, Damaged, ModelNotSupported
 from ..formats.naming import by_model, names_by_model
-from ..formats.readers.safetensors_files import SafetensorsFiles
+from ..formats.readers.safetensors_files import INDEX, SINGLE, SafetensorsFiles, files_of, header_of
 from ..formats.restore import read_tensors
 from ..libraries import library
 from ..offload.model.fp8_experts import is_fp8_experts, open_experts
@@ -31,7 +32,6 @@ from ..offload.model.quantised_layers import (
 )
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
-from .torchao_folders import TORCHAO, refuse_other_weights
 
 LIBRARY, FP8 = "bitsandbytes", "fp8"
 _UNPACKING = (
@@ -204,3 +204,64 @@ def _tensors_of(
             tensor = torch.empty(stored.atom.shape, dtype=FROM_NAME[stored.atom.dtype], device="meta")
         found.setdefault(match["layer"], {})[match["tensor"]] = tensor
     return found
+
+
+TORCHAO = "torchao"
+INT8 = "Int8Tensor"
+"""torchao's class of int8 weights."""
+PARTS = {"qdata", "scale", "zero_point"}
+"""The tensors of such a weight."""
+
+
+def refuse_other_weights(path: Path) -> None:
+    """Raise ``ModelNotSupported`` unless all quantised weights of the folder ``path`` are int8, and no inputs are.
+
+    The metadata of a file names the class of each weight that torchao quantised, and how it is divided into blocks.
+    Those of int8 weights follow from shapes too, so only what would change the product is read.
+
+    Raises ``Damaged`` if the files do not say how their weights were quantised.
+    """
+    found = _described(path)
+    if not found:
+        raise Damaged(
+            f"{path}: by its config.json {TORCHAO} has quantised it, and the metadata of its files describe no"
+            " quantised weight. Save it again with save_pretrained() of transformers 5.",
+            path=str(path),
+        )
+    for name, description in found.items():
+        if why := _refusal(description):
+            raise ModelNotSupported(
+                f"{path} has {name} as an object of {TORCHAO} {why}, and adapters train on {INT8} alone, quantised by"
+                " Int8WeightOnlyConfig. Give such a folder, or the one that this was made from."
+            )
+
+
+def _described(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what the metadata of the files in ``path`` say about each quantised weight, by its name."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files_of(path, SINGLE, INDEX)[0]:
+        for name, text in header_of(file).metadata.items():
+            try:
+                description = json.loads(text)
+            except (ValueError, RecursionError):
+                continue  # a text of another kind
+            if isinstance(description, dict) and description.get("_type", "Tensor") != "Tensor":
+                found[name] = description
+    return found
+
+
+def _refusal(description: dict[str, Any]) -> str | None:
+    """Return why a weight cannot be used, as the end of a sentence; None if it can."""
+    if description["_type"] != INT8:
+        return f"of the class {description['_type']}"
+    data, parts = description.get("_data"), description.get("_tensor_data_names")
+    if not isinstance(data, dict) or not isinstance(parts, list):
+        return "that is not described"
+    if data.get("act_quant_kwargs") is not None or set(map(str, parts)) - PARTS:
+        return "whose inputs are quantised or scaled, too"
+    blocks, dtype = data.get("block_size"), data.get("dtype")
+    if not (isinstance(blocks, list) and len(blocks) == 2 and all(isinstance(each, int) for each in blocks)):
+        return f"in blocks of {blocks!r}"
+    if dtype != {"_type": "torch.dtype", "_data": "bfloat16"}:
+        return f"that was made of {dtype['_data'] if isinstance(dtype, dict) else dtype} and not of bfloat16"
+    return None

@@ -178,19 +178,19 @@ def offload(
         loss_fn=loss_fn, durability=durability, io=io, events=events, confirm=confirm,
         before_first_commit=before_first_commit, say=say, disk=disk,
     )  # fmt: skip
-    fellows = DataParallelGroup.here(deadline_seconds)
-    with _undone_on_error(fellows) as made:
+    data_parallel = DataParallelGroup.here(deadline_seconds)
+    with _undone_on_error(data_parallel) as made:
         made.quantised = [module for module in model.modules() if is_quantised(module)]
-        given = checked_arguments(given, fellows)
-        drives = Drives.of(given.place, io.drives, io.limits, say, fellows.control)
-        planned = plan_run(given, drives, fellows)
-        planned = agreed_run(given, planned, fellows)
-        wait_for_run(given.place, fellows.control, deadline_seconds)
+        given = checked_arguments(given, data_parallel)
+        drives = Drives.of(given.place, io.drives, io.limits, say, data_parallel.control)
+        planned = plan_run(given, drives, data_parallel)
+        planned = agreed_run(given, planned, data_parallel)
+        wait_for_run(given.place, data_parallel.control, deadline_seconds)
         store = _open_store(given, planned.drives, made)
-        with fellows.control.agreeing():
-            references = frozen_references(given.source, planned.parts, store, alone=fellows.alone)
-        found = _found(store, planned.parts, fellows.control)
-        start = _ready(given, planned, store, found, references, fellows.control)
+        with data_parallel.control.agreeing():
+            references = frozen_references(given.source, planned.parts, store, alone=data_parallel.alone)
+        found = _found(store, planned.parts, data_parallel.control)
+        start = _ready(given, planned, store, found, references, data_parallel.control)
         runtime = _filled_runtime(given, planned, store, start, made)
         return _opened_engine(given, planned, runtime, start, made)
 
@@ -212,7 +212,7 @@ class _Start:
 class _Made:
     """The parts of an engine that a call of ``offload`` has made so far."""
 
-    fellows: DataParallelGroup
+    data_parallel: DataParallelGroup
     queue: IOQueue | None = None
     store: LocalStore | None = None
     names_before: set[str] | None = None
@@ -226,7 +226,7 @@ class _Made:
 
     def undo(self, error: BaseException) -> None:
         """Release everything. The files of a fresh run are removed if ``error`` is a refusal."""
-        self.fellows.close()  # so that ranks that wait for this one need not
+        self.data_parallel.close()  # so that ranks that wait for this one need not
         switch_on_cache(self.caches)
         if self.engine is not None:
             self.engine.give_up()
@@ -248,9 +248,9 @@ class _Made:
 
 
 @contextmanager
-def _undone_on_error(fellows: DataParallelGroup) -> Iterator[_Made]:
+def _undone_on_error(data_parallel: DataParallelGroup) -> Iterator[_Made]:
     """Release on an error the parts that the body has noted."""
-    made = _Made(fellows)
+    made = _Made(data_parallel)
     try:
         yield made
     except BaseException as error:
@@ -394,18 +394,18 @@ def _filled_runtime(
 
     Collective: every rank must call this.
     """
-    fellows, parts = made.fellows, planned.parts
-    if start.found is None and fellows.alone:
+    data_parallel, parts = made.data_parallel, planned.parts
+    if start.found is None and data_parallel.alone:
         made.names_before = store.names()
     made.caches = switch_off_cache(given.model)
     share_heaps()
-    begin(store, fellows.control, start.found)
-    fellows.control.first_does(lambda: store.take_drives(planned.drives.all))
-    with fellows.control.agreeing():
-        runtime = build(parts, planned.plan, store, start.stored, planned.device, fellows, given.seed)
+    begin(store, data_parallel.control, start.found)
+    data_parallel.control.first_does(lambda: store.take_drives(planned.drives.all))
+    with data_parallel.control.agreeing():
+        runtime = build(parts, planned.plan, store, start.stored, planned.device, data_parallel, given.seed)
         made.runtime = runtime
     fill(runtime, start.found, given.init, start.beginning)
-    with fellows.control.agreeing():
+    with data_parallel.control.agreeing():
         refuse_held(parts.captured)  # by code that ran since; from here on there is a commit
     return runtime
 
@@ -418,8 +418,8 @@ def _opened_engine(
     Collective: every rank must call this.
     """
     log = Path(given.place) / "events.jsonl"
-    told = given.disk is None and made.fellows.rank == 0
-    witness = Witness.of(given.place, made.fellows.rank) if given.disk is None else None
+    told = given.disk is None and made.data_parallel.rank == 0
+    witness = Witness.of(given.place, made.data_parallel.rank) if given.disk is None else None
     with deferred():
         engine = made.engine = Engine(
             runtime, planned.plan, planned.rules, captured=planned.parts.captured, user=planned.user,
@@ -431,12 +431,12 @@ def _opened_engine(
         if given.say is None:
             tell(f"{given.place} continues after step {start.found.step:,}. {engine.lost_steps_text}")
     if start.found is None and given.before_first_commit is not None:
-        made.fellows.control.first_does(given.before_first_commit)
+        made.data_parallel.control.first_does(given.before_first_commit)
     engine.begin(start.found, start.beginning)
-    with made.fellows.control.agreeing():
+    with made.data_parallel.control.agreeing():
         engine.held.take_over()
     engine.guard()
-    if made.fellows.rank == 0:
+    if made.data_parallel.rank == 0:
         say_opened(given.place, engine.steps_done)
     if witness is not None:
         witness.begun(engine.steps_done, {})

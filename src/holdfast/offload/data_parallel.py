@@ -38,13 +38,13 @@ class DataParallelGroup:
         Collective: every rank must call this; it waits for all of them.
         """
         control, exchange, commits = (Ranks.here(deadline_seconds, "call holdfast.offload") for _ in range(3))
-        fellows = cls(control, exchange, commits)
+        data_parallel = cls(control, exchange, commits)
         try:
             machines = control.everyone(this_machine())
         except BaseException:
-            fellows.close()
+            data_parallel.close()
             raise
-        return replace(fellows, on_host=machines.count(this_machine()))
+        return replace(data_parallel, on_host=machines.count(this_machine()))
 
     @property
     def rank(self) -> int:
@@ -164,9 +164,9 @@ class DataParallelGroup:
         }
 
 
-def refuse_alone_only(fellows: DataParallelGroup, schedule: str, expert_slots: int | None) -> None:
+def refuse_alone_only(data_parallel: DataParallelGroup, schedule: str, expert_slots: int | None) -> None:
     """Raise ``BadInput`` for a schedule or a placement that several ranks cannot run."""
-    if fellows.alone:
+    if data_parallel.alone:
         return
     what = None
     if schedule == "zeroth":
@@ -176,4 +176,4 @@ def refuse_alone_only(fellows: DataParallelGroup, schedule: str, expert_slots: i
     elif expert_slots is not None:
         what = f"expert_slots={expert_slots!r} is of one process: ranks divide the weights of a block. Leave it out"
     if what is not None:
-        raise BadInput(f"{fellows.world_size} ranks train together here, and {what}.")
+        raise BadInput(f"{data_parallel.world_size} ranks train together here, and {what}.")

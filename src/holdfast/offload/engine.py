@@ -122,7 +122,7 @@ class Engine:
             update_workers,
             lambda: (one_torch_thread(), run.device.use()),
             run.device.ahead,
-            exchanges=not run.fellows.alone,
+            exchanges=not run.data_parallel.alone,
         )
         self._timelines = Timelines(self._executor, events)
         self._corrections = Calibration(self._executor, plan.prediction, events)
@@ -335,7 +335,7 @@ class Engine:
         rows, together = checked_rows(tokens), self._plan.evaluation_batches
         choosers = [chooser(temperature, top_k, seed + i) for i in range(len(rows))]
         # ranks have to make as many forward passes, whatever the lengths
-        at_once = min(-(-len(rows) // together), ROWS) if self._run.fellows.alone else 1
+        at_once = min(-(-len(rows) // together), ROWS) if self._run.data_parallel.alone else 1
 
         def model(windows: list[torch.Tensor]) -> list[torch.Tensor]:
             send = self._run.device.take_batch
@@ -378,7 +378,7 @@ class Engine:
     def _values(self, trained: bool = False) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
-        with nullcontext() if self._run.fellows.alone else self._closing_on_error():
+        with nullcontext() if self._run.data_parallel.alone else self._closing_on_error():
             values = trained_values if trained else state_dict
             return values(self._run, self.held.captured)
 
@@ -403,7 +403,7 @@ class Engine:
             self._timelines.end()
             if self._rules.commit_every:
                 self.save()
-            if self._run.fellows.rank == 0:
+            if self._run.data_parallel.rank == 0:
                 say_closed(self._run.store.root)
             told = self._call("close", lambda: (bool(held.were_real), held.edited()))
             edited = sorted({name for _, found in told for name in found})
@@ -561,7 +561,7 @@ class Engine:
                 yield
                 return
             except Exception as error:
-                if not self._run.fellows.alone:  # the other ranks continue the evaluation
+                if not self._run.data_parallel.alone:  # the other ranks continue the evaluation
                     raise
                 self._executor.recover()  # raises the failure, unless it was a computation's
                 self._run.residency.drop_pass("evaluate", TIED)
@@ -583,7 +583,7 @@ class Engine:
         self._closed = True
         closed(self)
         self.held.unguard()
-        self._run.fellows.close()
+        self._run.data_parallel.close()
         self._executor.close()
         self._run.optimizer.close()
         self._run.device.close()
@@ -608,11 +608,11 @@ class Engine:
         usable.
         """
         try:
-            return self._run.fellows.call(what, check, how)
+            return self._run.data_parallel.call(what, check, how)
         except BadInput:
             raise
         except Exception:
-            if not self._run.fellows.alone:
+            if not self._run.data_parallel.alone:
                 self.give_up()
             raise
 
@@ -636,7 +636,7 @@ class Engine:
     def _rates(self) -> dict[str, Any]:
         """Return the hyper-parameters of a step, which must be equal on all ranks; empty in a process without
         others."""
-        if self._run.fellows.alone:
+        if self._run.data_parallel.alone:
             return {}
         return hyper_parameters_by_key(hyper_parameters(self._user.optimizer.param_groups))
 

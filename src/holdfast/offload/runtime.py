@@ -54,7 +54,7 @@ class Runtime:
 
     model: nn.Module
     device: Device
-    fellows: DataParallelGroup
+    data_parallel: DataParallelGroup
     seed: int
     blocks: list[BlockState]
     resident: BlockState
@@ -135,11 +135,11 @@ class Runtime:
         Collective: every rank must call this.
         """
         here = self.resident.buffer_values()
-        if self.fellows.alone:
+        if self.data_parallel.alone:
             return self.device.leave(here)
         values = {name: self.device.fetch(tensor) for name, tensor in here.items()}  # all are sent at once
-        self.fellows.from_first(list(values.values()))
-        if self.fellows.rank:
+        self.data_parallel.from_first(list(values.values()))
+        if self.data_parallel.rank:
             for name, place in self.resident.buffers.items():
                 buffer_at(place).copy_(values[name])
         return values

@@ -130,7 +130,7 @@ class RecomputationChoice:
         """Return the bytes that a step may take beyond those before it; None if that is not known."""
         if self._run.device.unified:
             most = most_process_bytes()
-            free = free_host_bytes() / self._run.fellows.on_host
+            free = free_host_bytes() / self._run.data_parallel.on_host
             return None if most is None else (1 - FREE_RESERVE) * free - max(most - process_bytes(), 0)
         with suppress(AttributeError, RuntimeError):  # not every runtime counts its memory
             free = self._run.device.free_bytes()

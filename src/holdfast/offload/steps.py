@@ -125,7 +125,7 @@ class StepMaker:
             return [None] * num_micro_batches
         if self._rules.normalize == "sum":
             return [1.0] * num_micro_batches
-        first = self._run.fellows.rank * num_micro_batches
+        first = self._run.data_parallel.rank * num_micro_batches
         return shares([count for each in counts for count in each])[first : first + num_micro_batches]
 
     @property

@@ -10,7 +10,6 @@ element is rounded alike in any slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch.optim.adam import adam
 
 from ..state.tensor_entries import STEP
-from .declared_state import Form, ShapedStateOptimizer, Slots, master_bits_of
+from .declared_state import Form, Group, ShapedStateOptimizer, Slots, State, master_bits_of
 
 BLOCK = 256
 """The elements that share a scale. It divides 4096, at whose multiples updates are sliced."""
@@ -57,17 +56,11 @@ class AdamWBF16(_AdamW):
     """
 
     @staticmethod
-    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+    def forms(group: Group, shape: tuple[int, ...]) -> Slots:
         moment = Form(shape, torch.bfloat16)
         return Slots({"exp_avg": moment, "exp_avg_sq": moment}, {STEP: torch.float32})
 
-    def update(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         first, second = (state[name].float().contiguous() for name in ("exp_avg", "exp_avg_sq"))
         step = adamw_(param, grad, first, second, state[STEP], group)
         state["exp_avg"].copy_(to_bf16(first, step, 1))
@@ -101,7 +94,7 @@ class AdamW8bit(_AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, master_bits=master_bits)
 
     @staticmethod
-    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+    def forms(group: Group, shape: tuple[int, ...]) -> Slots:
         elements = torch.Size(shape).numel()
         codes, scales = Form(shape, torch.uint8), Form((-(-elements // BLOCK),), every=BLOCK)
         return Slots(
@@ -110,13 +103,7 @@ class AdamW8bit(_AdamW):
             master_bits_of(group),
         )
 
-    def update(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         first = decode(state["exp_avg"], state["exp_avg_scale"], signed=True)
         second = decode(state["rms"], state["rms_scale"], signed=False).square_()
         step = adamw_(param, grad, first.view(param.shape), second.view(param.shape), state[STEP], group)
@@ -142,7 +129,7 @@ def adamw_(
     first: torch.Tensor,
     second: torch.Tensor,
     step: torch.Tensor,
-    group: Mapping[str, Any],
+    group: Group,
 ) -> int:
     """Do one step of torch's fused AdamW on ``param`` and fp32 moments, in place; return the number of the step."""
     counted = torch.full((), float(step), device=param.device)

@@ -19,6 +19,11 @@ from ..errors import OptimizerNotSupported
 from ..state.layout.ownership import is_distributed
 from ..state.tensor_entries import SEED, STEP
 
+State = dict[str, torch.Tensor]
+"""The optimizer state of one parameter, by name."""
+Group = Mapping[str, Any]
+"""A parameter group: its hyper-parameters by name."""
+
 
 class ShapedStateOptimizer(torch.optim.Optimizer):
     """An optimizer whose state starts as zeros of known ``forms``, which ``update`` changes in place.
@@ -31,17 +36,11 @@ class ShapedStateOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     @abstractmethod
-    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+    def forms(group: Group, shape: tuple[int, ...]) -> Slots:
         """Return the state that is kept for a parameter of ``shape`` in ``group``."""
 
     @abstractmethod
-    def update(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         """Do one step for one parameter, in place."""
 
     @torch.no_grad()
@@ -118,7 +117,7 @@ class Slots:
         return made | {name: torch.zeros((), dtype=dtype) for name, dtype in self.scalars.items()}
 
 
-def master_bits_of(group: Mapping[str, Any]) -> int:
+def master_bits_of(group: Group) -> int:
     """Return the bits of the masters of a parameter group; 32 for an optimizer without the option."""
     return group.get("master_bits", 32)
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..state.tensor_entries import STEP
 from .adamw import adamw_, check_adam
-from .declared_state import Form, ShapedStateOptimizer, Slots
+from .declared_state import Form, Group, ShapedStateOptimizer, Slots, State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,36 +49,24 @@ class ProjectedOptimizer(ShapedStateOptimizer):
                 self.state[param] = {STEP: torch.tensor(0.0), "seed": seed}
 
     @classmethod
-    def forms(cls, group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+    def forms(cls, group: Group, shape: tuple[int, ...]) -> Slots:
         if len(shape) == 2 and group["rank"] is not None:
             return cls.matrix_slots(group, min(group["rank"], *shape), max(shape))
         return Slots(dict.fromkeys(MOMENTS, Form(shape)), {STEP: torch.float32})
 
     @staticmethod
     @abstractmethod
-    def matrix_slots(group: Mapping[str, Any], rows: int, columns: int) -> Slots:
+    def matrix_slots(group: Group, rows: int, columns: int) -> Slots:
         """Return the state of a matrix whose moments have ``rows`` rows and ``columns`` columns."""
 
-    def update(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         if state.keys() == {*MOMENTS, STEP}:
             adamw_(param, grad, state["exp_avg"], state["exp_avg_sq"], state[STEP], group)
         else:
             self.update_matrix(param, grad, state, group)
 
     @abstractmethod
-    def update_matrix(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
+    def update_matrix(self, param: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         """Do one step for a matrix that has the state of ``matrix_slots``."""
 
 
@@ -137,17 +124,11 @@ class Apollo(ProjectedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def matrix_slots(group: Mapping[str, Any], rows: int, columns: int) -> Slots:
+    def matrix_slots(group: Group, rows: int, columns: int) -> Slots:
         scalars = {STEP: torch.float32, "seed": torch.int64, "norm": torch.float32}
         return Slots(dict.fromkeys(MOMENTS, Form((rows, columns))), scalars)
 
-    def update_matrix(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
+    def update_matrix(self, param: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         state[STEP].add_(1)
         step, (beta1, beta2) = int(state[STEP]), group["betas"]
         tall = grad.size(0) > grad.size(1)
@@ -159,9 +140,7 @@ class Apollo(ProjectedOptimizer):
         param.add_(update.T if tall else update, alpha=-rate)
 
     @staticmethod
-    def _factors(
-        wide: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def _factors(wide: torch.Tensor, state: State, group: Group) -> torch.Tensor:
         """Update the moments and return the factors of the gradient's columns, or one factor for all of it."""
         (beta1, beta2), first, second = group["betas"], state["exp_avg"], state["exp_avg_sq"]
         period = (int(state[STEP]) - 1) // group["update_gap"]
@@ -244,19 +223,13 @@ class Grass(ProjectedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def matrix_slots(group: Mapping[str, Any], rows: int, columns: int) -> Slots:
+    def matrix_slots(group: Group, rows: int, columns: int) -> Slots:
         tensors = {**dict.fromkeys(MOMENTS, Form((rows, columns))), "rows": Form((rows,), torch.int64)}
         if not group["sampled"]:
             return Slots(tensors, {STEP: torch.float32})
         return Slots({**tensors, "scales": Form((2, rows))}, {STEP: torch.float32, "seed": torch.int64})
 
-    def update_matrix(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
+    def update_matrix(self, param: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         period, since = divmod(int(state[STEP]), group["update_gap"])
         state[STEP].add_(1)
         tall = grad.size(0) > grad.size(1)
@@ -276,9 +249,7 @@ class Grass(ProjectedOptimizer):
         whole.index_add_(0, state["rows"], low.to(param.dtype), alpha=-rate * group["scale"])
 
 
-def _adam(
-    low: torch.Tensor, first: torch.Tensor, second: torch.Tensor, step: int, group: Mapping[str, Any]
-) -> None:
+def _adam(low: torch.Tensor, first: torch.Tensor, second: torch.Tensor, step: int, group: Group) -> None:
     """Update the moments with the gradient ``low``, and replace ``low`` by Adam's update of that ``step``."""
     beta1, beta2 = group["betas"]
     first.lerp_(low, 1 - beta1)
@@ -289,7 +260,7 @@ def _adam(
     low.div_(1 - beta1**step)
 
 
-def _choose(wide: torch.Tensor, state: dict[str, torch.Tensor], period: int) -> None:
+def _choose(wide: torch.Tensor, state: State, period: int) -> None:
     """Choose the rows of the next ``period`` from a gradient, on the host: equal on all devices."""
     norms = wide.float().norm(dim=1).double().cpu()
     count = len(state["rows"])

@@ -21,7 +21,7 @@ import torch
 from ..accelerators import devices_of
 from ..errors import OptimizerNotSupported
 from ..state.tensor_entries import PENDING, SEED, STEP
-from .declared_state import ShapedStateOptimizer, Slots
+from .declared_state import Group, ShapedStateOptimizer, Slots
 
 SLICE_ELEMENTS = 256 * 1024
 """The elements of a slice. It is part of the format: another size draws other numbers."""
@@ -69,7 +69,7 @@ class MeZO(ShapedStateOptimizer):
             self.state[param] = {STEP: torch.tensor(0.0), SEED: torch.tensor(seed)}
 
     @staticmethod
-    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+    def forms(group: Group, shape: tuple[int, ...]) -> Slots:
         return Slots({}, {STEP: torch.float32, SEED: torch.int64})
 
     def update(self, param: Any, grad: Any, state: Any, group: Any) -> None:

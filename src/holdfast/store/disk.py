@@ -56,35 +56,10 @@ class OpenFile(Protocol):
 class ReadOnly:
     """The operations of a disk that write, for a disk on which nothing is written: each raises ``BadInput``."""
 
-    def allocate(self, path: str, nbytes: int) -> None:
+    def allocate(self, *_: Any, **__: Any) -> Any:
         self._refuse()
 
-    def cut(self, path: str, nbytes: int) -> None:
-        self._refuse()
-
-    def link(self, path: str, directory: str) -> None:
-        self._refuse()
-
-    def lock(self, path: str, owner: dict) -> NoReturn:
-        self._refuse()
-
-    def makedirs(self, path: str) -> None:
-        self._refuse()
-
-    def rename(self, src: str, dst: str) -> None:
-        self._refuse()
-
-    def sync(self, target: Any, *, why: str) -> None:
-        self._refuse()
-
-    def sync_dir(self, path: str, *, why: str) -> None:
-        self._refuse()
-
-    def unlink(self, path: str) -> None:
-        self._refuse()
-
-    def write_bytes(self, path: str, data: bytes) -> None:
-        self._refuse()
+    cut = link = lock = makedirs = rename = sync = sync_dir = unlink = write_bytes = allocate
 
     def _refuse(self) -> NoReturn:
         """Raise ``BadInput``, which says where a run is written instead."""

@@ -24,7 +24,7 @@ from ...mlp_tiles import tile_mlps
 from ...offload.api import Budget, offload
 from ...offload.engine import Engine
 from ...offload.model.blocks import find_blocks
-from ...offload.model.routed_experts import ONE_BY_ONE
+from ...offload.model.model_parts import ONE_BY_ONE
 from ...offload.offload_options import IO, Clipping, Durability, Placement
 from ...offload.setup.preflight import Preflight
 from ...optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, MeZO, apollo_mini

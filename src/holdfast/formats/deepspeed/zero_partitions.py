@@ -29,15 +29,18 @@ def flat_groups(
     """Return the parameters of all groups from the files of ``ranks``, in rank order. Raises ``Damaged``."""
     found: dict[str, LocalParameter] = {}
     for rank in ranks:
-        groups = need(rank.state, "single_partition_of_fp32_groups", rank.path)
-        if len(groups) != len(shapes):
-            raise Damaged(
-                f"{rank.path} has {len(groups)} groups of parameters, the model states {len(shapes)}",
-                path=str(rank.path),
-            )
+        _refuse_other_count(rank, "single_partition_of_fp32_groups", "groups", len(shapes))
     for group, named in enumerate(shapes):
         found |= _group(contents, group, named, ranks)
     return found
+
+
+def _refuse_other_count(rank: Rank, key: str, what: str, count: int) -> None:
+    found = len(need(rank.state, key, rank.path))
+    if found != count:
+        raise Damaged(
+            f"{rank.path} has {found} {what} of parameters, the model states {count}", path=str(rank.path)
+        )
 
 
 def _group(
@@ -190,12 +193,7 @@ def single_parameters(
             raise Damaged(
                 f"{rank.path} is one of {count} partitions, and there are {len(ranks)}", path=str(rank.path)
             )
-        flats = need(rank.state, "fp32_flat_groups", rank.path)
-        if len(flats) != len(shapes):
-            raise Damaged(
-                f"{rank.path} has {len(flats)} sub-groups of parameters, the model states {len(shapes)}",
-                path=str(rank.path),
-            )
+        _refuse_other_count(rank, "fp32_flat_groups", "sub-groups", len(shapes))
     for number, named in enumerate(shapes):
         found |= _sub_group(contents, number, named, ranks)
     return found

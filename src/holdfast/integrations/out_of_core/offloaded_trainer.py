@@ -24,8 +24,7 @@ from ...offload.engine import Engine
 from ...supervised.attempt import training_directory
 from ..shared.batches_ahead import BatchesAhead
 from ..trainer_run import prefer_run
-from .offloaded_run import OffloadedTraining
-from .preference_references import references, refuse_reference
+from .offloaded_run import OffloadedTraining, references, refuse_reference
 from .script_model import switch_off_checkpointing, weights_of
 
 USED = (

@@ -45,7 +45,7 @@ def publish(run: Runtime, steps_done: int, progress: dict) -> None:
     rank must call this.
     """
     files = {name: (newest.generation, newest.checksums) for name, newest in run.newest.items()}
-    if run.fellows.alone:
+    if run.data_parallel.alone:
         run.store.publish(steps_done, files, run.index, progress, again=steps_done == run.durable_step)
     else:
         _publish_share(run, steps_done, files, progress)
@@ -53,7 +53,7 @@ def publish(run: Runtime, steps_done: int, progress: dict) -> None:
 
 
 def _publish_share(run: Runtime, steps_done: int, files: Written, progress: dict) -> None:
-    ranks, store = run.fellows.commits, run.store
+    ranks, store = run.data_parallel.commits, run.store
     steps = dict.fromkeys(files, steps_done)
     told = ranks.all_do(lambda: (steps_done, store.share(steps_done, files, run.index, progress, steps).ref))
     _refuse_unlike([step for step, _ in told])

@@ -170,7 +170,7 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
             batch.loss = float(run.device.fetch(batch.loss))
     parameter_ops.refuse_sampled(step)
     here = [(float(batch.loss or 0.0), batch.weight) for batch in step.micro_batches]
-    told = run.fellows.control.everyone(here)
+    told = run.data_parallel.control.everyone(here)
     step.losses = [each for losses in told for each in losses]
     bad = [
         (rank, m)
@@ -180,7 +180,7 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
     ]
     if bad:
         rank, m = bad[0]
-        of = "" if run.fellows.alone else f" of rank {rank}"
+        of = "" if run.data_parallel.alone else f" of rank {rank}"
         step.skipped = True
         step.reason = f"the loss of micro-batch {m % step.shape.micro_batches}{of} is {told[rank][m][0]}"
 
@@ -287,7 +287,7 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
         batch.loss = 0.0
         return
     batch.loss = loss.detach().clone()  # read when all losses are there
-    count = run.fellows.world_size * len(step.micro_batches)
+    count = run.data_parallel.world_size * len(step.micro_batches)
     scaled = loss / count if batch.weight is None else loss * batch.weight
     if step.loss_scale is not None:
         scaled = step.loss_scale.enlarge(scaled)
@@ -330,7 +330,7 @@ def _seed(run: Runtime, step: Step, m: int, block: int, place_of: Callable[[int]
         repeated = block - run.patch.blocks.embeddings
         place = rng.PROLOGUE if repeated < 0 else place_of(repeated)
         count = step.shape.micro_batches  # a zeroth-order step runs each twice, with the same numbers
-        number = run.fellows.rank * count + m % count
+        number = run.data_parallel.rank * count + m % count
         rng.seed_generators(rng.key_seed(run.seed, step.number, number, place), run.device.torch_device)
 
 

@@ -66,7 +66,7 @@ def reduce(run: Runtime, op: Op, step: Step) -> None:
     else:
         buffer = pool.take(unit.share_grad_bytes, "gradients")
         flat = as_tensor(buffer)
-    held = run.fellows.reduce(unit, summed, flat[: unit.share_grad_bytes])
+    held = run.data_parallel.reduce(unit, summed, flat[: unit.share_grad_bytes])
     run.residency.grads[block] = Gradients(held.flat, buffer, held.touched)
     assert summed.buffer is not None
     pool.give(summed.buffer)
@@ -77,7 +77,7 @@ def reduce_resident(run: Runtime, op: Op, step: Step) -> None:
     """Sum the gradients of prologue and epilogue over the ranks, like ``reduce``. Collective."""
     unit, summed = run.resident, step.resident_grads
     assert summed is not None
-    step.resident_grads = run.fellows.reduce(
+    step.resident_grads = run.data_parallel.reduce(
         unit, summed, torch.empty(unit.share_grad_bytes, dtype=torch.uint8)
     )
     _reduced(run, op, step, unit, step.resident_grads)
@@ -129,9 +129,9 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
     A norm that is not finite skips the step. Collective: every rank must call this.
     """
     assert step.resident_grads is not None
-    if run.fellows.alone:
+    if run.data_parallel.alone:
         _measure(run, run.resident, step.resident_grads, step)
-    step.norms = run.fellows.joined_norms(run.fellows.control, step.norms)
+    step.norms = run.data_parallel.joined_norms(run.data_parallel.control, step.norms)
     total = run.device.fetch(_joined(step.norms, run.parameter_order))
     step.total_norm = float(total)
     step.decide_clipping()  # the norms of all units have arrived before this one
@@ -163,7 +163,7 @@ def _measure(run: Runtime, unit: BlockState, held: Gradients, step: Step) -> Non
     if step.shape.clipping != "per_block":
         return
     assert step.clip_norm is not None
-    norms = run.fellows.joined_norms(run.fellows.exchange, norms)
+    norms = run.data_parallel.joined_norms(run.data_parallel.exchange, norms)
     total = _joined(norms, [member.name for member in unit.trained])
     here = run.device.leave({"": total})[""]  # readable when this operation is over; nothing waits for it now
     bound = step.clip_norm * math.sqrt(run.share(unit))

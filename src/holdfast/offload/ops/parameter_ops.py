@@ -62,13 +62,13 @@ def gather(run: Runtime, op: Op, step: Step) -> None:
         share = run.residency.copies[block].view
         for part in unit.copy_parts:
             buffer.view[part.start : part.stop] = share[part.at : part.end]
-    run.fellows.gather_copy(unit, as_tensor(buffer))
+    run.data_parallel.gather_copy(unit, as_tensor(buffer))
     run.moved[op.lane, op.key.kind] += op.nbytes
 
 
 def gather_resident(run: Runtime, op: Op, step: Step) -> None:
     """Gather the resident compute copy on all ranks, of which each has updated its shard. Collective."""
-    run.fellows.gather_copy(run.resident, run.resident_copy)
+    run.data_parallel.gather_copy(run.resident, run.resident_copy)
     run.moved[op.lane, op.key.kind] += op.nbytes
 
 

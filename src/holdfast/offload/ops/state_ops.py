@@ -169,7 +169,7 @@ def resident_image(run: Runtime, tile: int = 0) -> Buffer:
 
 def download_resident_grads(run: Runtime, op: Op, step: Step) -> None:
     """Bring the gradients of a tile of prologue and epilogue from a separate device; of several ranks, all of them."""
-    held, alone = step.resident_grads, run.fellows.alone
+    held, alone = step.resident_grads, run.data_parallel.alone
     assert held is not None
     start, stop = run.resident.tile_grads[op.key.tile] if alone else (0, held.flat.nbytes)
     (flat,) = run.device.download([held.flat[start:stop]], run.residency.lender("resident gradients"))

@@ -67,7 +67,7 @@ def build(
     store: LocalStore,
     stored: dict[str, Generations],
     device: Device,
-    fellows: DataParallelGroup,
+    data_parallel: DataParallelGroup,
     seed: int,
 ) -> Runtime:
     """Build the runtime with all its files and resident memory, not yet filled with values."""
@@ -80,13 +80,13 @@ def build(
     for files in stored.values():
         files.create()
     params, grads = plan.param_scratch_bytes, plan.grad_scratch_bytes
-    mine = "" if fellows.alone else f"-{fellows.control.stream}"
+    mine = "" if data_parallel.alone else f"-{data_parallel.control.stream}"
     with ExitStack() as undo:
         undo.callback(pool.close)
         run = Runtime(
             model=parts.model,
             device=device,
-            fellows=fellows,
+            data_parallel=data_parallel,
             seed=seed,
             blocks=parts.units,
             resident=resident,
@@ -210,7 +210,7 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
         else:
             pool.give(image)
     if copy is None:
-        run.fellows.gather_copy(unit, run.resident_copy)
+        run.data_parallel.gather_copy(unit, run.resident_copy)
     else:
         _place_copy(run, block, copy)
 
@@ -228,7 +228,7 @@ def _set_quant_states(run: Runtime, unit: BlockState, image: torch.Tensor) -> No
                 state = torch.zeros(member.shape, dtype=member.value_dtype)
                 if member.name in held:
                     state.copy_(unit.frozen_file.view(image, member.name))
-                run.fellows.gather_value(unit, member.name, state)
+                run.data_parallel.gather_value(unit, member.name, state)
                 set_quant_state(module, name, state)
 
 
@@ -236,14 +236,14 @@ def _values(
     run: Runtime, unit: BlockState, init: Init | None, beginning: StartingState | None
 ) -> dict[str, torch.Tensor]:
     """Return the values of a unit's parameters, as the first rank has them."""
-    if run.fellows.rank == 0:
+    if run.data_parallel.rank == 0:
         values = _own_values(run, unit, init, beginning)
     else:
         values = {m.name: torch.empty(m.shape, dtype=m.value_dtype) for m in unit.all_members}
-    if run.fellows.alone:
+    if run.data_parallel.alone:
         return values
     values = {member.name: values[member.name].to("cpu", member.value_dtype) for member in unit.all_members}
-    run.fellows.from_first(list(values.values()))
+    run.data_parallel.from_first(list(values.values()))
     return values
 
 

@@ -209,7 +209,7 @@ def _copy_values(
 def _gathered(run: Runtime, unit: BlockState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return whole ``values``, of which this rank has its shard. Collective: every rank must call this."""
     for name, value in values.items():
-        run.fellows.gather_value(unit, name, value)
+        run.data_parallel.gather_value(unit, name, value)
     return values
 
 

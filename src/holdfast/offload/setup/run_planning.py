@@ -109,13 +109,13 @@ class PlannedRun:
     drives: Drives
 
 
-def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments:
+def checked_arguments(given: Arguments, data_parallel: DataParallelGroup) -> Arguments:
     """Return ``given``, with the schedule of MeZO where that is the optimizer.
 
     Raises ``BadInput`` for arguments that cannot be meant. Collective: every rank must call this.
     """
     clipping, precision, durability, io = given.clipping, given.precision, given.durability, given.io
-    with fellows.control.agreeing():
+    with data_parallel.control.agreeing():
         check_choices(given.schedule, given.order, given.normalize)
         check_objects(
             placement=given.placement, clipping=clipping, precision=precision, durability=durability, io=io
@@ -133,7 +133,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         check_stateful(given.scheduler, given.loader)
         check_budget(given.budget)
         check_source(given.source)
-        refuse_alone_only(fellows, given.schedule, given.placement.expert_slots)
+        refuse_alone_only(data_parallel, given.schedule, given.placement.expert_slots)
         check_sample(given.sample)
         if given.disk is None:
             check_place(given.place)
@@ -145,40 +145,40 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
     return given
 
 
-def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> PlannedRun:
+def plan_run(given: Arguments, drives: Drives, data_parallel: DataParallelGroup) -> PlannedRun:
     """Examine the model and plan the run on this rank. Collective: every rank must call this."""
     durability, io = given.durability, given.io
-    with fellows.control.agreeing():
+    with data_parallel.control.agreeing():
         rules = StepRules.of(
             given.schedule, given.order, given.clipping, given.precision, durability, given.normalize
         )
         run = contents_of(given.place, given.disk)
-        ways = _ways(given, run, fellows.alone)
+        ways = _ways(given, run, data_parallel.alone)
         if ways[0]:
             _refuse_other_numbers(given)
-        parts = _examined(given, fellows.control, run, ways[0])
+        parts = _examined(given, data_parallel.control, run, ways[0])
         user = UserState(
             parts.captured, given.optimizer, given.scheduler, given.loader, _settings(given, rules),
-            hyper_parameters(given.optimizer.param_groups), fellows.world_size,
+            hyper_parameters(given.optimizer.param_groups), data_parallel.world_size,
         )  # fmt: skip
         device = open_device(given.device)
         check_graphs(device.torch_device, parts.blocks)
-        if fellows.rank == 0:
+        if data_parallel.rank == 0:
             warn_of_slow_bf16(device.torch_device, given.precision.dtype)
             if given.blocks is None:
                 warn_of_resident(given.model, parts.blocks)
         budget = AUTO if given.budget == "auto" else given.budget or Budget()
-        budget = budget.resolved(device, fellows.on_host)
+        budget = budget.resolved(device, data_parallel.on_host)
 
         def planned(rules: StepRules) -> RunPlan:
             return make_plan(
                 parts, device, given.schedule, _usual_shape(given, rules), budget, given.sample, given.loss_fn,
-                Wanted.of(given.placement, given.budget == "auto", by_rates=_knows_reads(given, fellows)),
+                Wanted.of(given.placement, given.budget == "auto", by_rates=_knows_reads(given, data_parallel)),
                 Planner(given.place, durability.commit_every, io.limits, given.say, drives.speed_up),
                 io.update_workers,
             )  # fmt: skip
 
-        room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / fellows.on_host
+        room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / data_parallel.on_host
         may_stream = len(ways) > 1 and can_stream(given.model, parts.blocks, ties_streamed(given.optimizer))
         try:
             rules, plan = _within_budget(rules, planned, room)
@@ -187,10 +187,10 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
         except DoesNotFit:
             if not may_stream:
                 raise
-            parts = _examined(given, fellows.control, run, True)
+            parts = _examined(given, data_parallel.control, run, True)
             rules, plan = _within_budget(rules, planned, room)
-    modes = fellows.control.everyone(rules.clipping)
-    with fellows.control.agreeing():
+    modes = data_parallel.control.everyone(rules.clipping)
+    with data_parallel.control.agreeing():
         if rules.chooses and DEFER in modes:  # another rank has no memory for a guess
             rules = replace(rules, clipping=DEFER)
             plan = planned(rules)
@@ -254,12 +254,12 @@ def _within_budget(
     return rules, planned(rules)
 
 
-def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -> PlannedRun:
+def agreed_run(given: Arguments, mine: PlannedRun, data_parallel: DataParallelGroup) -> PlannedRun:
     """Return what this rank has planned, with a placement that fits on all ranks, and its share of the drives.
 
     Raises ``BadInput`` on all ranks unless all were given the same. Collective: every rank must call this.
     """
-    ranks, parts, rules = fellows.control, mine.parts, mine.rules
+    ranks, parts, rules = data_parallel.control, mine.parts, mine.rules
     choices = {
         **mine.user.settings, **asdict(given.placement), "retain": given.durability.retain,
         "source": given.source is not None,
@@ -274,9 +274,9 @@ def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -
     return replace(mine, plan=plan, drives=drives)
 
 
-def _knows_reads(given: Arguments, fellows: DataParallelGroup) -> bool:
+def _knows_reads(given: Arguments, data_parallel: DataParallelGroup) -> bool:
     """Return whether this process plans alone and knows the reads of a step: those of experts depend on the text."""
-    return fellows.alone and given.schedule != ZEROTH and given.placement.expert_slots is None
+    return data_parallel.alone and given.schedule != ZEROTH and given.placement.expert_slots is None
 
 
 def _leaves_all_open(given: Arguments) -> bool:

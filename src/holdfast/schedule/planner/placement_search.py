@@ -20,7 +20,7 @@ from math import floor
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
-from ...profiles import MachineProfile, RoutedExperts
+from ...profiles import MachineProfile
 from ...quantities import GiB
 from ..horizontal import horizontal
 from ..memory_use import MakesOps, Memory, predict
@@ -31,7 +31,7 @@ from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
 from .placement import ORDER, checked, choose, savings_of
-from .training_setting import CARRY_BYTES, Method, Setting
+from .training_setting import CARRY_BYTES, MeasuredModel, Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 """Delayed fractions that are tried, rounded to whole blocks."""
@@ -379,85 +379,3 @@ def has_highs() -> bool:
     except BadInput:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class MeasuredModel:
-    """Equal blocks, each the mean of the blocks that were measured."""
-
-    work: Work
-    description: str = "the model at hand"
-    tokens: int = 1
-    micro_batch: int = 1
-    sequence: int = 1
-    """Tokens, micro-batch and sequence are not known; no choice depends on them."""
-    tied = False
-    """No proposal counts the copies of a tied embedding; the check of a proposal does."""
-    table_parameters = frozen_resident_bytes = 0
-    """A streamed embedding or head is among the blocks. The check of a proposal counts what is frozen beside them."""
-
-    @property
-    def blocks(self) -> int:
-        return len(self.work.blocks)
-
-    @property
-    def trained_block_parameters(self) -> int:
-        return round(self._mean("elements"))
-
-    @property
-    def frozen_block_bytes(self) -> int:
-        parameters = round(self._mean("param_bytes") / self.param_bytes_each)
-        return (parameters - self.trained_block_parameters) * self.param_bytes_each
-
-    @property
-    def routed(self) -> RoutedExperts:
-        """None: which are read is not known, and no proposal counts them."""
-        return RoutedExperts()
-
-    @property
-    def resident_parameters(self) -> int:
-        return self.work.resident_elements
-
-    @property
-    def input_elements(self) -> int:
-        return self.work.input_bytes // self.param_bytes_each
-
-    @property
-    def forward_flop(self) -> float:
-        return self._mean("forward_flop")
-
-    @property
-    def backward_flop(self) -> float:
-        return self._mean("backward_work")
-
-    @property
-    def head_flop(self) -> float:
-        return self.work.head_flop
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.work.workspace_bytes
-
-    @property
-    def streamed_workspace_bytes(self) -> int:
-        return self.work.workspace_bytes
-
-    @property
-    def is_split(self) -> bool:
-        """True if masters are stored in parts, of which one is the compute copy."""
-        return any(block.is_split for block in self.work.blocks)
-
-    @property
-    def param_bytes_each(self) -> int:
-        """Bytes of one parameter on the device."""
-        trained = self._mean("elements")
-        return max(round(self._mean("trained_param_bytes") / trained), 1) if trained else 2
-
-    @property
-    def state_bytes_each(self) -> float:
-        """Bytes of one trained parameter's master and optimizer state."""
-        trained = self._mean("elements")
-        return self._mean("state_bytes") / trained if trained else 0.0
-
-    def _mean(self, what: str) -> float:
-        return sum(getattr(block, what) for block in self.work.blocks) / len(self.work.blocks)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal
 
-from ...profiles import MachineProfile, RoutedExperts
-from ..work import CLIPPING, EXPERTS_AHEAD, FASTEST, ClippingMode, MemorySaving, tile_count
+from ...profiles import AdaptedModel, MachineProfile, ModelProfile, RoutedExperts
+from ..work import CLIPPING, EXPERTS_AHEAD, FASTEST, ClippingMode, MemorySaving, Work, tile_count
 
 CARRY_BYTES = 1 / 8
 """Bytes of the carry of one master in parts."""
@@ -253,71 +253,90 @@ class Setting:
         return bus_of(self.machine)
 
 
-class PlannedModel(Protocol):
-    """Equal blocks, and one micro-batch of them.
+@dataclass(frozen=True)
+class MeasuredModel:
+    """Equal blocks, each the mean of the blocks that were measured."""
 
-    A profile (``ModelProfile``), one under adapters (``AdaptedModel``), or what the engine measured.
-    """
+    work: Work
+    description: str = "the model at hand"
+    tokens: int = 1
+    micro_batch: int = 1
+    sequence: int = 1
+    """Tokens, micro-batch and sequence are not known; no choice depends on them."""
+    tied = False
+    """No proposal counts the copies of a tied embedding; the check of a proposal does."""
+    table_parameters = frozen_resident_bytes = 0
+    """A streamed embedding or head is among the blocks. The check of a proposal counts what is frozen beside them."""
 
     @property
-    def description(self) -> str: ...
+    def blocks(self) -> int:
+        return len(self.work.blocks)
+
     @property
-    def blocks(self) -> int: ...
-    @property
-    def trained_block_parameters(self) -> int: ...
+    def trained_block_parameters(self) -> int:
+        return round(self._mean("elements"))
+
     @property
     def frozen_block_bytes(self) -> int:
-        """Bytes of the frozen parameters of one block, as they are stored and read."""
-        ...
+        parameters = round(self._mean("param_bytes") / self.param_bytes_each)
+        return (parameters - self.trained_block_parameters) * self.param_bytes_each
 
     @property
     def routed(self) -> RoutedExperts:
-        """The experts of one block that are read one by one, besides ``frozen_block_bytes``."""
-        ...
+        """None: which are read is not known, and no proposal counts them."""
+        return RoutedExperts()
 
     @property
     def resident_parameters(self) -> int:
-        """Number of trained parameters outside of the blocks."""
-        ...
+        return self.work.resident_elements
 
     @property
-    def frozen_resident_bytes(self) -> int:
-        """Bytes of the frozen parameters outside of the blocks."""
-        ...
+    def input_elements(self) -> int:
+        return self.work.input_bytes // self.param_bytes_each
 
     @property
-    def tokens(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def input_elements(self) -> int: ...
-    @property
-    def forward_flop(self) -> float: ...
+    def forward_flop(self) -> float:
+        return self._mean("forward_flop")
+
     @property
     def backward_flop(self) -> float:
-        """Floating-point operations of a block's backward pass, with the recomputation."""
-        ...
+        return self._mean("backward_work")
 
     @property
-    def head_flop(self) -> float: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    @property
-    def tied(self) -> bool:
-        """True if the embedding is the head as well."""
-        ...
+    def head_flop(self) -> float:
+        return self.work.head_flop
 
     @property
-    def table_parameters(self) -> int:
-        """Number of trained parameters of the embedding, and of the head; 0 if they could not be streamed."""
-        ...
+    def workspace_bytes(self) -> int:
+        return self.work.workspace_bytes
 
     @property
     def streamed_workspace_bytes(self) -> int:
-        """``workspace_bytes`` where the head is a unit of its own."""
-        ...
+        return self.work.workspace_bytes
+
+    @property
+    def is_split(self) -> bool:
+        """True if masters are stored in parts, of which one is the compute copy."""
+        return any(block.is_split for block in self.work.blocks)
+
+    @property
+    def param_bytes_each(self) -> int:
+        """Bytes of one parameter on the device."""
+        trained = self._mean("elements")
+        return max(round(self._mean("trained_param_bytes") / trained), 1) if trained else 2
+
+    @property
+    def state_bytes_each(self) -> float:
+        """Bytes of one trained parameter's master and optimizer state."""
+        trained = self._mean("elements")
+        return self._mean("state_bytes") / trained if trained else 0.0
+
+    def _mean(self, what: str) -> float:
+        return sum(getattr(block, what) for block in self.work.blocks) / len(self.work.blocks)
+
+
+PlannedModel = ModelProfile | AdaptedModel | MeasuredModel
+"""Equal blocks, and one micro-batch of them: a profile, one under adapters, or what the engine measured."""
 
 
 def ssd_of(machine: MachineProfile) -> Duplex:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import xxhash
 
@@ -297,25 +298,13 @@ class Generations:
         self._check_writer()
         self._synced.pop(generation, None)
         file, checksums = self._file(generation), [""] * len(self._spans)
-        buffers = [Buffer(min(CHECKSUM_BLOCK, self.layout.file_bytes), "base") for _ in self._spans[:PIECES]]
-        futures: list[Future] = []
-        try:
-            for block, (start, stop) in enumerate(self._spans):
-                if block >= PIECES:
-                    futures[block - PIECES].result()
-                view = buffers[block % PIECES].view[: stop - start]
-                fill(view, start)
-                digest = partial(self._digest, generation, checksums, block, view)
-                request = Request(file, view, start, True, digest)
-                futures.append(self._queue.submit([request], kind=kind, phase=phase, priority=priority))
-                beat()
-            for future in futures:
-                future.result()
-        finally:
-            for future in futures:
-                future.exception()
-            for buffer in buffers:
-                buffer.free()
+
+        def request(block: int, view: memoryview, start: int) -> Request:
+            fill(view, start)
+            beat()
+            return Request(file, view, start, True, partial(self._digest, generation, checksums, block, view))
+
+        self._by_blocks(request, "base", kind=kind, phase=phase, priority=priority)
         return self._sync(generation, file, checksums)
 
     def read(
@@ -357,16 +346,27 @@ class Generations:
 
         Raises as ``read`` does.
         """
-        file, futures = self._file(generation), []
-        buffers = [Buffer(min(CHECKSUM_BLOCK, self.layout.file_bytes), "state") for _ in self._spans[:PIECES]]
+        file = self._file(generation)
+
+        def request(block: int, view: memoryview, start: int) -> Request:
+            check = partial(self._verify_block, generation, block, view, checksums[block])
+            return Request(file, view, start, False, after=check)
+
+        self._by_blocks(request, "state", kind=kind, phase=phase, priority=priority)
+
+    def _by_blocks(
+        self, request: Callable[[int, memoryview, int], Request], buffer_kind: str, **how: Any
+    ) -> None:
+        """Submit what ``request`` makes of each block, a buffer for it and its start, with ``PIECES`` in memory."""
+        size = min(CHECKSUM_BLOCK, self.layout.file_bytes)
+        buffers = [Buffer(size, buffer_kind) for _ in self._spans[:PIECES]]
+        futures: list[Future] = []
         try:
             for block, (start, stop) in enumerate(self._spans):
                 if block >= PIECES:
                     futures[block - PIECES].result()
                 view = buffers[block % PIECES].view[: stop - start]
-                check = partial(self._verify_block, generation, block, view, checksums[block])
-                request = Request(file, view, start, False, after=check)
-                futures.append(self._queue.submit([request], kind=kind, phase=phase, priority=priority))
+                futures.append(self._queue.submit([request(block, view, start)], **how))
             for future in futures:
                 future.result()
         finally:

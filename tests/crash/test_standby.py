@@ -105,7 +105,9 @@ def test_ranks_of_torchrun_are_taken_over(tmp_path):
     train(tmp_path / "whole", *TORCHRUN, DRILLED / "torch_ranks.py")
     script = (*TORCHRUN, DRILLED / "torch_ranks.py")
     ready = str(tmp_path / "ready")
-    standby = Standby(tmp_path / "run", tmp_path / "out", *script, PAUSE="0.1", UNTIL=ready)
+    standby = Standby(
+        tmp_path / "run", tmp_path / "out", *script, PAUSE="0.1", UNTIL=ready, BASE_EVERY="100"
+    )  # a newer base would be taken instead of what was followed
     trainer = standby.at_work(ready)
     os.kill(trainer, signal.SIGKILL)
     assert standby.process.wait(150) == 0, standby.told[-4000:]

@@ -16,7 +16,10 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     pause = float(os.environ.get("PAUSE", "0"))
     run = os.environ.get("RUN", "runs/torch_ranks")
-    with holdfast.Checkpointer(run, model=model, optimizer=optimizer, wait_each_step=True) as checkpointer:
+    bases = {"base_every": int(os.environ["BASE_EVERY"])} if "BASE_EVERY" in os.environ else {}
+    with holdfast.Checkpointer(
+        run, model=model, optimizer=optimizer, wait_each_step=True, **bases
+    ) as checkpointer:
         for step in range(checkpointer.resume(), 40):
             while step == 9 and not os.path.exists(
                 os.environ.get("UNTIL", "/")

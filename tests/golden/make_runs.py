@@ -173,7 +173,7 @@ def left(run: Path, steps: int) -> dict[str, Any]:
 def ranks(run: Path, steps: int) -> dict[str, Any]:
     """Two ranks of FSDP2, whose gradients are means of two."""
     answer = run.parent / f"{run.name}.answer"
-    mp.spawn(_rank, args=(run, steps, answer), nprocs=2)
+    mp.start_processes(_rank, (run, steps, answer), nprocs=2, start_method="fork")
     found = json.loads(answer.read_text())
     answer.unlink()
     answer.with_suffix(".meeting").unlink(missing_ok=True)
@@ -298,6 +298,11 @@ KINDS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "saved": saved,
 }
 """By kind: begins the run with so many steps or goes on by them; returns digests of its end."""
+
+
+def go_on(kind: str, run: str, steps: int) -> dict[str, Any]:
+    """Go on as ``KINDS`` says, in a process that a test has just started."""
+    return KINDS[kind](Path(run), steps)
 
 
 def write(target: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from golden import make_runs
 from holdfast.store.log.chain import verify_records
 from holdfast.store.reader import RunReader
+from support.warm_python import call, environment_of
 
 GOLDEN = Path(__file__).parent / "runs_v1"
 
@@ -25,13 +26,20 @@ def expected(kind):
     return json.loads((GOLDEN / f"{kind}.json").read_text())
 
 
+def gone_on(run, steps):
+    """Two ranks are forked from a process that has run nothing but imports."""
+    if run.name == "ranks":
+        return call("golden.make_runs", "go_on", env=environment_of(), kind=run.name, run=run, steps=steps)
+    return make_runs.KINDS[run.name](run, steps)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as dcp.load says in one process
 def test_a_golden_run_resumes_bit_for_bit(run):
     ends = expected(run.name)
-    assert make_runs.KINDS[run.name](run, 0) == ends["end"]
+    assert gone_on(run, 0) == ends["end"]
     if "later" in ends:
-        assert make_runs.KINDS[run.name](run, make_runs.LATER) == ends["later"]
+        assert gone_on(run, make_runs.LATER) == ends["later"]
 
 
 def test_a_golden_run_is_whole(run):

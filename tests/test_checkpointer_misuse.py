@@ -779,7 +779,7 @@ real, then = Disk.sync, []
 torch.set_num_threads(1)
 
 def sync(*args, **options):  # slow, so that steps are on their way at the end
-    time.sleep(0.02 if not then else then[0])
+    time.sleep(0.2 if not then else then[0])
     if then and then[0] == 0:
         raise DiskFailed("no disk")
     real(*args, **options)

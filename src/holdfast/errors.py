@@ -54,7 +54,7 @@ class OtherArithmetic(BadInput):
     Nothing is damaged. ``step`` is the newest one that needs no record and can be resumed here; None without one.
     """
 
-    def __init__(self, text: str, step: int | None) -> None:
+    def __init__(self, text: str, step: int | None = None) -> None:
         super().__init__(text)
         self.step = step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,6 +22,7 @@ from support.warm_python import call, environment_of
 from test_checkpointer import ADAMW, go_on
 
 STEPS = 8
+CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def train_large(root, steps):
     checkpointer.wait()
     checkpointer.close(save=False)
     bits = sum(int(p.detach().view(torch.int32).sum()) for p in model.parameters())
-    return {"start": start, "noted": arithmetic.arithmetic_of("cpu"), "bits": bits}
+    return {"start": start, "noted": arithmetic.arithmetic_of(CPU), "bits": bits}
 
 
 def test_a_run_under_other_instructions_is_exact_or_refused(tmp_path):
@@ -161,8 +163,8 @@ def test_a_run_under_other_instructions_is_exact_or_refused(tmp_path):
         "checkpoint.test_arithmetic", "train_large", env=environment_of(MKL_ENABLE_INSTRUCTIONS="AVX2"),
         root=str(tmp_path), steps=6,
     )  # fmt: skip
-    if there["noted"]["roots"] == arithmetic.arithmetic_of("cpu")["roots"]:
-        assert train_large(tmp_path, 6) == {**there, "start": 6, "noted": arithmetic.arithmetic_of("cpu")}
+    if there["noted"]["roots"] == arithmetic.arithmetic_of(CPU)["roots"]:
+        assert train_large(tmp_path, 6) == {**there, "start": 6, "noted": arithmetic.arithmetic_of(CPU)}
     else:
         with pytest.raises(OtherArithmetic):
             train_large(tmp_path, 6)
@@ -174,7 +176,28 @@ def test_digests_do_not_depend_on_the_number_of_threads():
         for number in (1, 3):
             torch.set_num_threads(number)
             arithmetic.arithmetic_of.cache_clear()
-            found.append(arithmetic.arithmetic_of("cpu"))
+            found.append(arithmetic.arithmetic_of(CPU))
     finally:
         torch.set_num_threads(threads)
     assert found[0] == found[1] and "none" not in found[0].values()
+
+
+def test_digests_do_not_depend_on_the_precision_of_products():
+    plain = arithmetic.arithmetic_of(CPU)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        arithmetic.arithmetic_of.cache_clear()
+        assert arithmetic.arithmetic_of(CPU) == plain
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_one_fused_group_leaves_the_roots_of_others():
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([{"params": [a], "fused": True}, {"params": [b]}])
+    assert arithmetic.operations_of([optimizer], after_update=False) == ["linear", "roots", "fused"]
+
+
+def test_the_refusal_passes_to_another_process():
+    error = pickle.loads(pickle.dumps(OtherArithmetic("text", 3)))
+    assert (str(error), error.step) == ("text", 3)

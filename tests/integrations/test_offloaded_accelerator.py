@@ -204,7 +204,7 @@ def test_an_error_before_the_schedule_moves_leaves_the_step_out(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["as the step ends", "in accumulate", "in the loop", "and it is closed"])
-def test_an_exit_before_the_schedule_moves_leaves_the_step_out(tmp_path, monkeypatch, where):
+def test_an_exit_before_the_schedule_moves_leaves_the_step_out(tmp_path, monkeypatch, caplog, where):
     """``sys.exit``, which leaves no trace of the place that it was called at."""
     accelerator, net, optimizer, loader = prepared(tmp_path)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
@@ -217,6 +217,7 @@ def test_an_exit_before_the_schedule_moves_leaves_the_step_out(tmp_path, monkeyp
 
         monkeypatch.setattr(Coroutine, "resume", exits)
     monkeypatch.delattr(sys, "last_value", raising=False)
+    caplog.set_level("INFO", "holdfast")
     with pytest.raises(SystemExit):
         for batch in loader:
             with nullcontext() if where == "in the loop" else accelerator.accumulate(net):
@@ -228,10 +229,31 @@ def test_an_exit_before_the_schedule_moves_leaves_the_step_out(tmp_path, monkeyp
     if where == "and it is closed":
         accelerator.end_training()
     accelerator._loop._leave()
+    assert ("step 2 is left out" in caplog.text) == (where == "in the loop")
     exit_hook._finish()
     accelerator, _, optimizer, _ = prepared(tmp_path)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     assert (accelerator.steps_done, schedule.get_last_lr()) == (1, [0.005])
+
+
+def test_a_schedule_of_epochs_leaves_no_step_out(tmp_path):
+    """A script that just ends, a step after the schedule's only move."""
+    accelerator, net, optimizer, loader = prepared(tmp_path)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    for epoch in range(2):
+        for batch in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(net.train()(**batch).loss)
+                optimizer.step()
+            if accelerator.steps_done == (2, 3)[epoch]:
+                break
+        if not epoch:
+            schedule.step()
+    accelerator._loop._leave()
+    exit_hook._finish()
+    accelerator, _, optimizer, _ = prepared(tmp_path)
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    assert accelerator.steps_done == 3
 
 
 @pytest.mark.slow

@@ -28,15 +28,17 @@ Arithmetic = Mapping[str, Mapping[str, str]]
 
 def arithmetic_here(state: LiveState) -> dict[str, dict[str, str]]:
     """Return the digests of this machine's arithmetic, as JSON, for the devices of the parameters of ``state``."""
-    kinds = {captured.parameter.device.type for captured in state.parameters}
-    return {kind: arithmetic_of(kind) for kind in sorted(kinds - {"meta"})}
+    devices = {
+        device.type: device for device in (each.parameter.device for each in reversed(state.parameters))
+    }  # the first one of each type
+    return {kind: arithmetic_of(device) for kind, device in sorted(devices.items()) if kind != "meta"}
 
 
 @cache
-def arithmetic_of(device_type: str) -> dict[str, str]:
-    """Return the digests of one type of device by group of operations. Takes about a millisecond, once per process."""
+def arithmetic_of(device: torch.device) -> dict[str, str]:
+    """Return the digests of one device by group of operations. Takes about a millisecond, once per process."""
     first, second = _fixed_numbers()
-    return {name: _digest(compute, first, second, device_type) for name, compute in GROUPS.items()}
+    return {name: _digest(compute, first, second, device) for name, compute in GROUPS.items()}
 
 
 def operations_of(optimizers: Sequence[torch.optim.Optimizer], after_update: bool) -> list[str]:
@@ -45,10 +47,11 @@ def operations_of(optimizers: Sequence[torch.optim.Optimizer], after_update: boo
         return list(GROUPS)
     needed = {"linear"}
     for optimizer in optimizers:
-        if any(group.get("fused") for group in optimizer.param_groups):
-            needed.add("fused")
-        elif not isinstance(optimizer, torch.optim.SGD):
-            needed.add("roots")
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                needed.add("fused")
+            elif not isinstance(optimizer, torch.optim.SGD):
+                needed.add("roots")
     return [name for name in GROUPS if name in needed]
 
 
@@ -75,13 +78,15 @@ def _fixed_numbers() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def _digest(compute: Compute, first: torch.Tensor, second: torch.Tensor, device_type: str) -> str:
+def _digest(compute: Compute, first: torch.Tensor, second: torch.Tensor, device: torch.device) -> str:
     """Return the digest of what ``compute`` makes of two tensors; "none" where the device cannot do it."""
     try:
-        with torch.autocast(device_type, enabled=False):
-            results = compute(first.to(device_type), second.to(device_type))
+        with torch.autocast(device.type, enabled=False):
+            results = compute(first.to(device), second.to(device))
             return xxhash.xxh3_64_hexdigest(b"".join(each.cpu().numpy().tobytes() for each in results))
-    except (RuntimeError, NotImplementedError):
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError):
         return "none"
 
 
@@ -108,8 +113,9 @@ def _fused(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _others(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    # a product this small does not depend on the number of threads
-    return [a[:1024].view(32, 32) @ b[:1024].view(32, 32), a.rsqrt(), b.exp(), a[:1024].norm()]
+    # a product this small does not depend on the number of threads, nor in 64 bits on torch's matmul precision
+    left, right = a[:1024].double().view(32, 32), b[:1024].double().view(32, 32)
+    return [left @ right, a.rsqrt(), b.exp(), a[:1024].norm()]
 
 
 GROUPS: dict[str, Compute] = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...distributed import Ranks
-from ...errors import Damaged, NoCommit
+from ...errors import Damaged, DiskFailed, NoCommit
 from ...schedule.interval.tuner import MEAN_SECONDS_BETWEEN_FAILURES, mean_between_failures
 from ...state.live_state import LiveState
 from ...store.log.chain import Chain, payloads
@@ -66,7 +66,7 @@ def disk_step(store: LocalStore, target: int) -> int:
     """
     for ref in store.line():
         if ref.step <= target:
-            with suppress(Damaged):
+            with suppress(Damaged, DiskFailed):
                 line = Lineage.of(store, store.load(ref), target)
                 return min(_whole_step(store, line, chain) for chain in line.chains.values())
     return -1
@@ -74,7 +74,7 @@ def disk_step(store: LocalStore, target: int) -> int:
 
 def _whole_step(store: LocalStore, line: Lineage, chain: Chain) -> int:
     step = max(line.base.step, min(line.acknowledged, line.step))
-    with suppress(Damaged):
+    with suppress(Damaged, DiskFailed):
         for record, _ in payloads(
             store.disk, store.queue, [each for each in chain.records if each.step > step]
         ):

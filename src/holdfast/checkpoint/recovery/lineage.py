@@ -187,7 +187,7 @@ class Lineage:
         """
         streams = set(self.chains)
         if rank is not None and self.is_as_written(state, rank):
-            streams = {self.stream_of(rank), *(self._sources(state) or {}).values()}
+            streams = {*(self._sources(state) or {}).values()} or {self.stream_of(rank)}
         replayed = [stream for stream in streams if self.chains[stream].records]
         needed, here = operations_of(state.optimizers, after_update), arithmetic_here(state)
         notes = [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}) for stream in replayed]

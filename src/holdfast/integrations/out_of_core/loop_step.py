@@ -135,9 +135,14 @@ class LoopStep:
         self._go_on()
 
     def abandon(self) -> None:
-        """Give the step up, with the engine. The run is whole up to the step before."""
+        """Give the step up, with the engine. The run is whole up to the step before.
+
+        A step that has just ended is given up as well: the loop does not know of it, and would not end its own part.
+        """
         if self._shared is not None:
             self._shared.abandon()
+            if not self._engine.is_closed:
+                self._engine.give_up()
 
     # The engine's side
 
@@ -255,16 +260,11 @@ class SharedStep:
         return self._coroutine.hand_over(value)
 
     def abandon(self) -> None:
-        """Give the step up, with the engine. The run is whole up to the step before.
-
-        A step that has just ended is given up as well: the loop does not know of it, and would not end its own part.
-        """
+        """Give up a step that has not ended, with the engine. The run is whole up to the step before."""
         if self._has_begun:
             if not self._coroutine.finished:
                 self._engine.interrupt()
             self._coroutine.cancel()
-            if not self._engine.is_closed:
-                self._engine.give_up()
 
     def _take(self, switch: Any) -> Any:
         try:

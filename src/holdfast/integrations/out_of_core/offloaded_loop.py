@@ -24,6 +24,7 @@ from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 
 from ...errors import BadInput, EngineFailed, RunMismatch
+from ...events import tell
 from ...offload.api import offload
 from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
@@ -60,8 +61,10 @@ class OffloadedLoop:
         """The hyper-parameters that the engine has done the newest step with."""
         self._is_broken_off = False
         """True from an error amid the loop's code of the newest step, until the loop asks for more batches."""
-        self._moves, self._moves_before = 0, 0
-        """The moves of schedules since the newest step, and between it and the one before."""
+        self._moves: int | None = None
+        """The moves of schedules since the newest step; None before the first."""
+        self._moves_after_steps: set[int] = set()
+        """The numbers of moves that followed the steps before it."""
 
     # What prepare is given
 
@@ -100,7 +103,8 @@ class OffloadedLoop:
         def step(*args: Any, **kwargs: Any) -> None:
             if self.batches is None or not self.batches.is_passing_over:
                 own(*args, **kwargs)
-                self._moves += 1
+                if self._moves is not None:
+                    self._moves += 1
 
         vars(schedule)["step"] = step
 
@@ -275,15 +279,23 @@ class OffloadedLoop:
         """Complete the newest step at the end of the process, unless the process ended amid the code of the loop.
 
         ``sys.exit`` leaves no trace of where it was called. The loop was not at its end if fewer schedules have moved
-        than after the step before.
+        than after each step before.
         """
         self.abandon()
         has_failed = any(
             hasattr(sys, name) for name in ("last_exc", "last_value")
         )  # the first since Python 3.12
-        is_amid = has_failed or self._is_broken_off or self._moves < self._moves_before
-        if self.engine is not None and not self.engine.is_closed and not is_amid:
-            self.engine.complete_step(again=self._is_early)
+        usual = self._moves_after_steps
+        lacks_moves = self._moves is not None and len(usual) == 1 and self._moves < min(usual)
+        if self.engine is None or self.engine.is_closed or has_failed or self._is_broken_off:
+            return
+        if lacks_moves:
+            tell(
+                f"step {self.engine.steps_done} is left out: the script ended before its schedule moved. It is done"
+                " again when the run is resumed. Call accelerator.end_training() at the end of a script."
+            )
+            return
+        self.engine.complete_step(again=self._is_early)
 
     def _finish(self) -> None:
         assert self._step is not None and self.engine is not None
@@ -291,7 +303,9 @@ class OffloadedLoop:
         self._hyper = self._hyper_now()
         self._taking(self._step.finish)()
         self._step = None
-        self._moves_before, self._moves = self._moves, 0
+        if self._moves is not None:
+            self._moves_after_steps.add(self._moves)
+        self._moves = 0
 
     def _evaluate(
         self, engine: Engine, computes: Callable[..., Any], args: tuple, kwargs: dict[str, Any]

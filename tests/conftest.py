@@ -5,6 +5,8 @@ import gc
 import os
 import threading
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -50,6 +52,14 @@ def kill_at(monkeypatch):
 
     monkeypatch.setattr(failpoints, "action", kill)
     return arm
+
+
+@pytest.fixture
+def in_memory(tmp_path):
+    """A directory whose syncs cost nothing, for what does not depend on a disk."""
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else tmp_path
+    with TemporaryDirectory(prefix="holdfast-test-", dir=place) as name:
+        yield Path(name)
 
 
 @pytest.fixture(scope="module")

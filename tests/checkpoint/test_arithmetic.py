@@ -89,7 +89,9 @@ def test_an_approximate_resume_is_said_and_followed_exactly(tmp_path, monkeypatc
         cut_small(monkeypatch)
     there = trained_elsewhere(tmp_path, base_every=3 if is_spread else None)
     loop, checkpointer = started(tmp_path)
-    assert (checkpointer.resume(exactness="approximate"), checkpointer.exactness) == (STEPS, "approximate")
+    with pytest.warns(UserWarning, match="arithmetic of this machine"):
+        assert checkpointer.resume(exactness="approximate") == STEPS
+    assert checkpointer.exactness == "approximate"
     here = loop.state()
     assert not same(here, there)
     for name, tensor in there["model"].items():

@@ -30,11 +30,11 @@ def shared_bytes(place):
 
 @pytest.mark.crash
 @pytest.mark.timeout(600)
-def test_nothing_grows_in_ten_thousand_steps(tmp_path, monkeypatch):
+def test_nothing_grows_in_ten_thousand_steps(in_memory, monkeypatch):
     monkeypatch.setattr(replica_process, "start_process", Forked)
-    place, loop, seen = shared_memory.place_of(tmp_path, shared_memory.MEMORY), make(OPTIMIZER, FEATURE), []
+    place, loop, seen = shared_memory.place_of(in_memory, shared_memory.MEMORY), make(OPTIMIZER, FEATURE), []
     with Checkpointer(
-        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=50, replica=True
+        in_memory, model=loop.model, optimizer=loop.optimizers, base_every=50, replica=True
     ) as checkpointer:
         checkpointer.resume()
         pid = checkpointer._backend.replica._helper._process.pid

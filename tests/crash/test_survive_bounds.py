@@ -34,14 +34,14 @@ def disk_bytes(root):
 
 @pytest.mark.crash
 @pytest.mark.timeout(600)
-def test_nothing_grows_in_ten_thousand_steps(tmp_path):
+def test_nothing_grows_in_ten_thousand_steps(in_memory):
     """And the disk has no more of the run than its cap whenever one looks, which is too little for the cadence."""
     loop = make(OPTIMIZER, FEATURE)
     seen = []
     with (
-        watched(tmp_path, 0.02) as taken,
+        watched(in_memory, 0.02) as taken,
         Checkpointer(
-            tmp_path,
+            in_memory,
             model=loop.model,
             optimizer=loop.optimizers,
             base_every=BASE_EVERY,
@@ -59,7 +59,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
                 # time the names of 100,000 files, which are gone, have filled it: by whichever thread names the next
                 # one, and glibc keeps the old one for that thread.
                 give_back_freed()
-                seen.append((threading.active_count(), descriptors, process_bytes(), disk_bytes(tmp_path)))
+                seen.append((threading.active_count(), descriptors, process_bytes(), disk_bytes(in_memory)))
     threads, descriptors, memory, disk = zip(*seen, strict=True)
     assert len(set(threads)) == 1
     assert max(descriptors[1:]) <= descriptors[0] + 2  # a segment and a manifest that are just open
@@ -67,7 +67,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
     assert max(disk) < 2 * disk[0]
     assert CAP / 2 < max(taken) <= CAP and len(taken) > STEPS / 10
     names = [
-        len(os.listdir(tmp_path / folder)) for folder in ("commits", "data", "index", "journal/rank-00000")
+        len(os.listdir(in_memory / folder)) for folder in ("commits", "data", "index", "journal/rank-00000")
     ]
     assert names[:3] == [RETAIN, RETAIN + 1, RETAIN] and names[3] <= 10, names
 

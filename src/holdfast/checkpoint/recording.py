@@ -51,9 +51,6 @@ from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
 from .training_state import TrainingState
 
-APPROXIMATELY = (
-    ", with the arithmetic of this machine, which is not that of training: last bits of the state differ"
-)
 SURE = 2.0
 """The factor by which a snapshot may take longer than predicted, where the process has only some seconds left."""
 
@@ -149,12 +146,11 @@ class LogBackend(DurabilityBackend):
             return f"from the copy in memory, in {seconds}; the disk has step {self._disk_step:,}"
         records = counted(recovery.replayed_records, "record")
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
-        how = APPROXIMATELY * recovery.is_approximate
         if recovery.reached is not None:
-            return f"followed to step {recovery.reached:,}, and {records} replayed in {seconds}{how}"
+            return f"followed to step {recovery.reached:,}, and {records} replayed in {seconds}"
         replayed = f" and {records} replayed" * bool(recovery.replayed_records)
         tiers = "" if self._nodes is None else self._nodes.source_text
-        how = f" ({tiers})" * bool(tiers) + how
+        how = f" ({tiers})" * bool(tiers)
         return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}{how}"
 
     # Start

@@ -238,6 +238,11 @@ class TrainingState:
             )
         if found.is_approximate:
             self.exactness = "approximate"
+            warnings.warn(
+                f"resuming after step {self.steps_done}, with the arithmetic of this machine, which is not that of"
+                " training: last bits of the state differ.",
+                stacklevel=4,
+            )
 
     def refuse_rollback(self, keeps_places: bool) -> None:
         """Raise ``BadInput`` if this process holds something that only a new process could bring back."""

@@ -36,6 +36,11 @@ if torch.cuda.is_available():
 KIND = "played"
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
+ASKING = (
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount",
+)  # fmt: skip
+"""Operations whose results the host has to know, in value or in size: a device is waited for, without an event."""
 
 
 class Stream:
@@ -118,6 +123,7 @@ class Module:
         self.here = threading.local()
         self.default, self.runtime, self.listener = Stream(name="compute"), Runtime(), Silent()
         self.events, self.syncs, self.without_device, self.seeds = [], [], [], []
+        self.hidden_waits = []
         self.state, self.bf16 = torch.zeros(16, dtype=torch.uint8), True
 
     def asks(self, what):
@@ -258,6 +264,8 @@ def run(func, args, kwargs):
         )
     if func in (aten.is_pinned.default,):
         return False
+    if waits(func, args, kwargs, bool(odd)):
+        PLAYED.hidden_waits.append(f"{func} of {threading.current_thread().name}")
     host_args, host_kwargs = pytree.tree_map(plain, (args, kwargs))
     out = func(*host_args, **host_kwargs)
     if func is aten.copy_.default:
@@ -278,6 +286,22 @@ def run(func, args, kwargs):
     if func is aten.detach.default or to is not None:
         return out
     return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def waits(func, args, kwargs, mixed):
+    """Whether the host would wait for the device in ``func``, as ``torch.cuda.set_sync_debug_mode`` finds it."""
+    if func is aten._to_copy.default and "device" in kwargs:
+        source = args[0].device.type
+        return source != torch.device(kwargs["device"]).type and not kwargs.get("non_blocking")
+    if func in COPIES:
+        positional = args[2] if len(args) > 2 else False
+        return mixed and not kwargs.get("non_blocking", positional)
+    name = func._schema.name.removeprefix("aten::")
+    if name in ("index", "index_put", "index_put_"):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    return name in ASKING
 
 
 def plain(x):

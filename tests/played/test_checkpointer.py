@@ -513,3 +513,25 @@ def test_a_hidden_change_there_is_found_within_eight_bases(tmp_path, monkeypatch
     with Checkpointer(tmp_path, model=again.model, optimizer=again.optimizer) as checkpointer:
         checkpointer.resume()
         assert same(again.state(), state)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"base_every": 99}, {"every": 2}, {"every": "auto"}, {"codec": Int8(16)}, {"codec": TopK(0.2)}],
+    ids=str,
+)
+def test_training_waits_for_events_alone(tmp_path, options):
+    script = Script()
+    with Checkpointer(tmp_path, model=script.model, optimizer=script.optimizer, **options) as checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            script.step(i)
+            checkpointer.step()
+        checkpointer.wait()
+        PLAYED.hidden_waits.clear()
+        for i in range(3, 5):
+            script.optimizer.step()
+            script.optimizer.zero_grad(set_to_none=False)
+            checkpointer.step()
+        here = threading.current_thread().name
+        assert [wait for wait in PLAYED.hidden_waits if wait.endswith(here)] == []

@@ -92,6 +92,20 @@ def test_threads_say_which_device_is_theirs(tmp_path):
     assert PLAYED.without_device == []
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "horizontal", "clip_norm": 0.5}, {"delayed_fraction": 0.5, "recomputed_fraction": 0.5}],
+)
+def test_steps_wait_for_events_alone(tmp_path, options):
+    with engine_of(tmp_path, **options) as engine:
+        given = [[on_device(batch) for batch in batches(step, 2)] for step in range(2)]
+        engine.step(given[0])
+        PLAYED.hidden_waits.clear()
+        engine.step(given[1])
+        engine.wait()
+        assert PLAYED.hidden_waits == []
+
+
 def test_who_waits_for_an_event_sleeps(tmp_path):
     with engine_of(tmp_path) as engine:
         engine.step(batches(0, 2))

@@ -239,9 +239,8 @@ class ExpertReader:
         compared, self._compared = self._compared, []
         if not compared:
             return
-        if not torch.equal(
-            torch.cat([was for _, was, _ in compared]), torch.cat([now for *_, now in compared])
-        ):
+        before, after = (torch.cat([samples[i] for _, *samples in compared]) for i in range(2))
+        if bool(self._device.fetch((before != after).any())):
             raise self._changed(next(key for key, was, now in compared if not torch.equal(was, now)))
 
     def _changed(self, key: ExpertKey) -> ModelNotSupported:

@@ -77,7 +77,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
         if block == len(run.blocks) - 1:
             batch.result = _finish(run, step, m)
     if block == len(run.blocks) - 1:
-        parameter_ops.refuse_sampled(step)
+        parameter_ops.refuse_sampled(run, step)
 
 
 def displaced(run: Runtime, op: Op, step: Step) -> None:
@@ -168,7 +168,7 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
     for batch in step.micro_batches:
         if isinstance(batch.loss, torch.Tensor):
             batch.loss = float(run.device.fetch(batch.loss))
-    parameter_ops.refuse_sampled(step)
+    parameter_ops.refuse_sampled(run, step)
     here = [(float(batch.loss or 0.0), batch.weight) for batch in step.micro_batches]
     told = run.data_parallel.control.everyone(here)
     step.losses = [each for losses in told for each in losses]

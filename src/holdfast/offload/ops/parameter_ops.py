@@ -131,14 +131,17 @@ def _changed_names(run: Runtime, step: Step, place: tuple[str, int, int]) -> lis
     return []
 
 
-def refuse_sampled(step: Step) -> None:
-    """Raise ``ModelNotSupported`` if a pass so far has changed a parameter on a separate device through ``.data``."""
+def refuse_sampled(run: Runtime, step: Step) -> None:
+    """Raise ``ModelNotSupported`` if a pass so far has changed a parameter on a separate device through ``.data``.
+
+    Waits once for the computations so far.
+    """
     compared, step.sampled = step.sampled, []
-    if not compared or not bool(
-        torch.stack([(before != after).any() for _, before, after in compared]).any()
-    ):
+    if not compared:
         return
-    raise _changed(shown([name for samples, *values in compared for name in samples.changed(*values)]))
+    before, after = (torch.cat([values[i] for _, *values in compared]) for i in range(2))
+    if bool(run.device.fetch((before != after).any())):
+        raise _changed(shown([name for samples, *values in compared for name in samples.changed(*values)]))
 
 
 def _changed(what: str) -> ModelNotSupported:

@@ -529,7 +529,7 @@ def test_training_waits_for_events_alone(tmp_path, options):
             checkpointer.step()
         checkpointer.wait()
         PLAYED.hidden_waits.clear()
-        for i in range(3, 5):
+        for _ in range(2):
             script.optimizer.step()
             script.optimizer.zero_grad(set_to_none=False)
             checkpointer.step()

@@ -69,6 +69,17 @@ def test_all_of_fits_but_what_needs_a_device_runs_on_the_host(tmp_path):
     assert found["overlap"]["overlap"] == {}
 
 
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_large_models_runs_in_its_small_form(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    done = run("large_models.py", "--small", "--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert list(cases) == ["8b", "70b"] and all(one["host"]["measured"] for one in cases.values())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_facts_that_need_no_device_are_measured(tmp_path):
     done = run("facts.py", "--small", "--device", "cpu", "--folder", tmp_path)
     assert done.returncode == 0, done.stderr

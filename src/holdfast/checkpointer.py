@@ -32,7 +32,6 @@ from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace, SigTerm
 from .checkpoint.log.helper_cpus import HelperCpus, chosen_cpus
-from .checkpoint.log.step_log import StepLog
 from .checkpoint.loss_guard import GuardOptions, LossGuard
 from .checkpoint.metrics import checked, is_among_best
 from .checkpoint.nodes.local_disks import LocalDisks
@@ -58,7 +57,7 @@ from .checkpoint.snapshot.run_drives import RunDrives, places_of_drives, queue_f
 from .checkpoint.training_state import TrainingState, is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
-from .events import EventLog, describe_lost_steps, tell
+from .events import EventLog, StepLog, describe_lost_steps, tell
 from .quantities import GiB
 from .regular_files import home_path
 from .saved_weights import SavedWeights

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.log.step_log import StepLog
-from holdfast.events import EventLog, read_events
+from holdfast.events import EventLog, StepLog, read_events
 
 
 class Clock:

@@ -50,10 +50,10 @@ def is_among_best(metrics: Mapping[str, float], keep: Keep, store: LocalStore, r
 
     Collective: every rank must call this. Raises ``BadInput``, on all ranks, unless all have the same ``metrics``.
     """
-    told = [
+    gathered = [
         repr(sorted(each.items())) for each in ranks.everyone(dict(metrics))
     ]  # as text, NaN is equal to itself
-    if len(set(told)) > 1:
+    if len(set(gathered)) > 1:
         raise BadInput(
             f"metrics is not the same on all ranks (rank {ranks.rank} has {dict(metrics)}). Average it over the ranks"
             " before step()."

@@ -315,10 +315,10 @@ def refuse_unequal(ranks: Ranks, **given: Any) -> None:
 
     Collective: every rank must call this.
     """
-    told = ranks.everyone(given)
+    gathered = ranks.everyone(given)
     for name in given:
-        if len({each[name] for each in told}) > 1:
-            which = ", ".join(f"rank {rank} {each[name]!r}" for rank, each in enumerate(told))
+        if len({each[name] for each in gathered}) > 1:
+            which = ", ".join(f"rank {rank} {each[name]!r}" for rank, each in enumerate(gathered))
             raise BadInput(f"{name}= is not the same on all ranks ({which}). Give all the same.")
 
 

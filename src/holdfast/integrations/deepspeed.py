@@ -139,11 +139,11 @@ def _load(shown: ShownState, start: From, source: Source, ranks: Ranks) -> int:
     with ranks.agreeing():
         numbers = numbers_of(shown, source, matched(shown.state, source, start))
     with ranks.agreeing():
-        found, told = _bring(shown, source, start, ranks.rank)
+        found, messages = _bring(shown, source, start, ranks.rank)
     put_back(shown, numbers, found)
     refresh(shown)
     step = _count(shown.engine, source)
-    for text in told + _scale(shown.engine.optimizer, source):
+    for text in messages + _scale(shown.engine.optimizer, source):
         warnings.warn(f"beginning from {source.path} ({source.format}): {text}", stacklevel=3)
     return step
 
@@ -154,12 +154,12 @@ def _bring(shown: ShownState, source: Source, start: From, rank: int) -> tuple[M
     script = ScriptState([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
     adopted = script.adopt(source.progress, rank)  # before the restore, as a schedule may refuse its state
     found, complete = restore(shown.state, source, start)
-    told = differences_from(found, source) + adopted + unsupported_messages(shown.base, shown.beside)
+    messages = differences_from(found, source) + adopted + unsupported_messages(shown.base, shown.beside)
     if not complete:
-        told.append(NOT_ALL_GROUPS)
+        messages.append(NOT_ALL_GROUPS)
     if source.progress.get("step") and "random" not in source.progress:
-        told.append(NO_RANDOM)
-    return found, told
+        messages.append(NO_RANDOM)
+    return found, messages
 
 
 def _count(engine: Any, source: Source) -> int:

@@ -126,12 +126,12 @@ def _saved_class(transformers: Any, config: Any, bare: bool) -> Any:
 def _told(path: Path) -> dict[str, Any]:
     """Return the content of ``config.json``. Raises ``BadInput`` if it is not a JSON object."""
     try:
-        told = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path / CONFIG} cannot be read as JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(config, dict):
         raise BadInput(f"{path / CONFIG} is no JSON object")
-    return told
+    return config
 
 
 def refuse_other_formats(path: Path) -> None:

@@ -85,15 +85,15 @@ class DataParallelGroup:
                 return what, "", None, str(error)
             return what, how(), value, None
 
-        told = self.control.all_do(checked)
-        self._refuse_others([call for call, _, _, _ in told])
+        gathered = self.control.all_do(checked)
+        self._refuse_others([call for call, _, _, _ in gathered])
         for error in refused:
             raise error
-        for rank, (_, _, _, failed) in enumerate(told):
+        for rank, (_, _, _, failed) in enumerate(gathered):
             if failed is not None:
                 raise BadInput(f"{what} is not done on any rank, for what rank {rank} is told: {failed}")
-        self._refuse_others([call + more for call, more, _, _ in told])
-        return [cast(T, value) for _, _, value, _ in told]
+        self._refuse_others([call + more for call, more, _, _ in gathered])
+        return [cast(T, value) for _, _, value, _ in gathered]
 
     def _refuse_others(self, calls: Sequence[str]) -> None:
         """Raise ``RankFailed`` unless all ranks make the same call as this one."""

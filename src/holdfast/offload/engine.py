@@ -160,16 +160,16 @@ class Engine:
         self._refuse_incomplete()
         what = f"step {self.steps_done + 1}"
         micro_batches = self._ask_about_labels(what, micro_batches, loss_fn)
-        micro_batches, told = self._call_with(what, micro_batches, loss_fn, self._checked)
-        self._refuse_unlike_rates(what, [each.rates for each in told])
-        self._refuse_edits([each.edited for each in told])
-        weights = self._steps.weights([each.counts for each in told], len(micro_batches))
-        tokens = sum(each.tokens for each in told)
+        micro_batches, gathered = self._call_with(what, micro_batches, loss_fn, self._checked)
+        self._refuse_unlike_rates(what, [each.rates for each in gathered])
+        self._refuse_edits([each.edited for each in gathered])
+        weights = self._steps.weights([each.counts for each in gathered], len(micro_batches))
+        tokens = sum(each.tokens for each in gathered)
         with self._closing_on_error():
             started = time.perf_counter()
-            again = max(each.recomputed_fraction for each in told)  # as the rank with least memory
+            again = max(each.recomputed_fraction for each in gathered)  # as the rank with least memory
             step = self._steps.training(
-                self.steps_done, micro_batches, weights, loss_fn, told[0].clipping, again
+                self.steps_done, micro_batches, weights, loss_fn, gathered[0].clipping, again
             )
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             if self._user.is_late:
@@ -267,8 +267,8 @@ class Engine:
         micro_batches, counts = self._call_with("an evaluation", micro_batches, loss_fn, counted)
         weights = self._steps.weights(counts, len(micro_batches))
         losses = self._losses(micro_batches, loss_fn)
-        told = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
-        losses, weights = zip(*(pair for each in told for pair in each), strict=True)
+        gathered = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
+        losses, weights = zip(*(pair for each in gathered for pair in each), strict=True)
         return mean_of(losses, weights) if any(weight != 0 for weight in weights) else math.nan
 
     def _ask_about_labels(
@@ -280,13 +280,13 @@ class Engine:
         """
         if not self._steps.may_ask:
             return micro_batches
-        batches, told = self._call_with(
+        batches, gathered = self._call_with(
             f"{what}, whose labels are counted",
             micro_batches,
             loss_fn,
             lambda batches: self._steps.unclear(batches) is not None,
         )
-        if not any(told):
+        if not any(gathered):
             return batches
         mine = self._steps.unclear(batches)
         pair = [batches[0]] * 2 if mine is None else questions(mine)
@@ -405,9 +405,9 @@ class Engine:
                 self.save()
             if self._run.data_parallel.rank == 0:
                 say_closed(self._run.store.root)
-            told = self._call("close", lambda: (bool(held.were_real), held.edited()))
-            edited = sorted({name for _, found in told for name in found})
-            trained = self._values() if any(real for real, _ in told) else {}
+            gathered = self._call("close", lambda: (bool(held.were_real), held.edited()))
+            edited = sorted({name for _, found in gathered for name in found})
+            trained = self._values() if any(real for real, _ in gathered) else {}
             self._call("the end of close")  # no rank leaves before all have their values
         self._shut_down()
         held.give_back({name: trained[name] for name in held.were_real})
@@ -630,8 +630,8 @@ class Engine:
             batches.extend(checked_batches(micro_batches, loss_fn, self._run.patch.blocks))
             return check(batches)
 
-        told = self._call(what, checked, lambda: f" with {len(batches)} micro-batches")
-        return batches, told
+        gathered = self._call(what, checked, lambda: f" with {len(batches)} micro-batches")
+        return batches, gathered
 
     def _rates(self) -> dict[str, Any]:
         """Return the hyper-parameters of a step, which must be equal on all ranks; empty in a process without
@@ -643,8 +643,8 @@ class Engine:
     def _refuse_unlike_rates(self, what: str, digests: Sequence[str]) -> None:
         """Raise ``BadInput`` on all ranks unless the ``digests`` of their hyper-parameters are equal."""
         if len(set(digests)) > 1:
-            told = self._call(f"{what}, whose hyper-parameters differ", self._rates)
-            refuse_unlike(told, "hyper-parameters", "Set the same on all ranks before a step")
+            gathered = self._call(f"{what}, whose hyper-parameters differ", self._rates)
+            refuse_unlike(gathered, "hyper-parameters", "Set the same on all ranks before a step")
 
     def _refuse_edits(self, found: Sequence[Sequence[str]]) -> None:
         """Raise ``BadInput`` on all ranks if one has ``found`` edits, after the run's values were put back."""

@@ -101,9 +101,9 @@ class OptimizerAttributes:
         leaves = dict(self._leaves(self._objects.add))
         self._given_marks = {path: mark_of(value) for path, value in leaves.items()}
         for path, value in leaves.items():
-            told = self._encoded(state, value)
-            if told is not None:
-                self._given[path], self._digests[path] = told, _digest(told)
+            encoded = self._encoded(state, value)
+            if encoded is not None:
+                self._given[path], self._digests[path] = encoded, _digest(encoded)
 
     def accept(self) -> None:
         """Accept the current leaves as the start of the run.
@@ -155,10 +155,10 @@ class OptimizerAttributes:
             return None
         other = [path for path, mark in now.items() if self._marks.get(path, self) != mark]
         other = [path for path in other if self._is_known(path, leaves[path])]
-        told = [[self._path_json(state, path), found] for path in other
+        encoded = [[self._path_json(state, path), found] for path in other
                 if (found := self._encoded(state, leaves[path])) is not None]  # fmt: skip
-        told += [[self._path_json(state, path)] for path in self._marks if path not in now]
-        return told or None
+        encoded += [[self._path_json(state, path)] for path in self._marks if path not in now]
+        return encoded or None
 
     def stepped(self, state: LiveState) -> None:
         """Note what the step has changed, and whether that can be carried."""
@@ -184,12 +184,12 @@ class OptimizerAttributes:
         """Return as JSON all leaves that differ from those of a newly made optimizer."""
         found = []
         for path, value in self._leaves() if self.watched else ():
-            told = self._encoded(state, value)
-            if told is None or not self._is_known(path, value):
+            encoded = self._encoded(state, value)
+            if encoded is None or not self._is_known(path, value):
                 continue
-            always = self._was_trained or path[0][0] == "state" or _refers(told)
-            if always or self._digests.get(path) != _digest(told):
-                found.append([self._path_json(state, path), told])
+            always = self._was_trained or path[0][0] == "state" or _refers(encoded)
+            if always or self._digests.get(path) != _digest(encoded):
+                found.append([self._path_json(state, path), encoded])
         return found
 
     def restore(self, state: LiveState, carried: Leaves) -> None:

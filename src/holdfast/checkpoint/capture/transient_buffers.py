@@ -177,6 +177,6 @@ def _small_attributes(module: nn.Module) -> dict[str, Any]:
     for name, value in vars(module).items():
         is_number = type(value) in (bool, int, float)
         is_small = type(value) is torch.Tensor and value.numel() <= SMALL and id(value) not in buffers
-        if name != "training" and (is_number or is_small) and (told := encoded_leaf(value)) is not None:
-            found[name] = told
+        if name != "training" and (is_number or is_small) and (encoded := encoded_leaf(value)) is not None:
+            found[name] = encoded
     return found

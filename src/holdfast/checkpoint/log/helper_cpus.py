@@ -26,12 +26,12 @@ def chosen_cpus(given: HelperCpus, ranks: Ranks, replica: Any) -> tuple[int, ...
     """
     with ranks.agreeing():
         _refuse_bad(given, replica)
-    told = ranks.everyone((given == "auto", socket.gethostname(), sorted(used_cpus())))
+    gathered = ranks.everyone((given == "auto", socket.gethostname(), sorted(used_cpus())))
     if given is None:
         return ()
     if not isinstance(given, str):
         return tuple(given)
-    used = {cpu for _, host, cpus in told if host == told[ranks.rank][1] for cpu in cpus}
+    used = {cpu for _, host, cpus in gathered if host == gathered[ranks.rank][1] for cpu in cpus}
     return tuple(sorted(allowed_cpus() - used))
 
 

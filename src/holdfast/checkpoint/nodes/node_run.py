@@ -70,8 +70,8 @@ class NodePeers:
                 "nodes= is for several nodes, and there is one process: leave it out, or call it after"
                 " init_process_group."
             )
-        told = ranks.all_do(lambda: (node_here(option, os.environ), option.partner_offset))
-        self.layout = NodeLayout.of([node for node, _ in told], [offset for _, offset in told])
+        gathered = ranks.all_do(lambda: (node_here(option, os.environ), option.partner_offset))
+        self.layout = NodeLayout.of([node for node, _ in gathered], [offset for _, offset in gathered])
         self.place = self.layout.place_of(ranks.rank)
         self.leads = self.layout.leads(ranks.rank)
         self.partner = self.layout.partner_of(ranks.rank)
@@ -188,7 +188,7 @@ class NodeRun:
 
     def _refuse_two_runs(self) -> None:
         """Raise ``RunMismatch`` if two nodes mean different timelines by one number."""
-        told = self._ranks.all_do(
+        gathered = self._ranks.all_do(
             lambda: (
                 {id: record.key for id, record in self.store.timelines()[0].items()}
                 if self._peers.leads
@@ -196,7 +196,7 @@ class NodeRun:
             )
         )
         known: dict[int, tuple[int, str]] = {}
-        for rank, keys in enumerate(told):
+        for rank, keys in enumerate(gathered):
             for id, key in keys.items():
                 other, there = known.setdefault(id, (rank, key))
                 if there != key:
@@ -213,8 +213,8 @@ class NodeRun:
         given, for which an older one may do.
         """
         ranks, store = self._ranks, self.store
-        told = ranks.all_do(lambda: store.holdings() if self._peers.leads else None)
-        self._holdings = [each for each in told if each is not None]
+        gathered = ranks.all_do(lambda: store.holdings() if self._peers.leads else None)
+        self._holdings = [each for each in gathered if each is not None]
         refs = store.line() or store.commits()
         self._line = [each for each in map(store._load_or_none, refs) if each is not None]
         self._locate({}, {})

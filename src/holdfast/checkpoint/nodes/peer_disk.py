@@ -269,7 +269,6 @@ class PartnerCopy:
 
     def __init__(self, channel: PeerChannel, partner: int, disk: AnyDisk) -> None:
         self._channel, self._partner, self._disk = channel, partner, disk
-        self.sent_bytes = 0
 
     @contextmanager
     def copying(
@@ -328,7 +327,6 @@ class PartnerCopy:
     def _write(self, path: str, nbytes: int, offset: int, view: memoryview) -> None:
         request = {"do": "write", "path": path, "size": nbytes, "offset": offset}
         self._channel.ask(self._partner, request, view)
-        self.sent_bytes += len(view)
 
 
 class PeerServer:

@@ -417,8 +417,8 @@ def give_to_others(state: LiveState, ranks: Ranks) -> None:
     wanted = {pair for each in ranks.everyone(lacking) for pair in each.items()}
     offered = _divided(state, [p.name for p in state.stored if (p.name, state.boxes[p.name]) in wanted])
     values = state.values()
-    told = ranks.everyone((offered, values))
-    for rank, (groups, its_values) in enumerate(told):
+    gathered = ranks.everyone((offered, values))
+    for rank, (groups, its_values) in enumerate(gathered):
         taken = {name for group in groups for name, box in group.items() if lacking.get(name) == box}
         for group in groups:
             image = ranks.spread(_image(state, group) if rank == ranks.rank else None, rank)

@@ -322,7 +322,7 @@ class FolderBase:
 def _is_quantised(folder: Path) -> bool:
     """Return whether the weights in ``folder`` are quantised, as far as its configuration can be read."""
     try:
-        told = json.loads((folder / CONFIG).read_bytes())
+        config = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False  # which building the model reports
-    return isinstance(told, dict) and bool(told.get("quantization_config"))
+    return isinstance(config, dict) and bool(config.get("quantization_config"))

@@ -35,8 +35,8 @@ from ...offload.model.microbatches import OwnCall, extract_loss
 from ...optim.mezo import MeZO
 from ..lightning_fit import Fit, FitCallback
 from ..lightning_state import refuse_callbacks
-from ..shared.batches_ahead import BatchesAhead
 from .loop_step import SharedStep
+from .prepared_objects import BatchesAhead
 from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 
 GIVEN = ("model", "optimizer", "loader", "scheduler", "normalize", "loss_fn", "order", "clipping", "device")

@@ -22,9 +22,9 @@ from transformers import Trainer
 from ...errors import BadInput
 from ...offload.engine import Engine
 from ...supervised.attempt import training_directory
-from ..shared.batches_ahead import BatchesAhead
 from ..trainer_run import prefer_run
 from .offloaded_run import OffloadedTraining, references, refuse_reference
+from .prepared_objects import BatchesAhead
 from .script_model import switch_off_checkpointing, weights_of
 
 USED = (

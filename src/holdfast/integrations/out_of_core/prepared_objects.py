@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ...errors import BadInput
-from ..shared.batches_ahead import BatchesAhead
 from ..shared.position import Batches
 from .model_calls import CallPattern, ModelCall, settings_of
 
@@ -109,6 +108,62 @@ class TrainingBatches:
     def has(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return whether a call of the model takes its arguments from the next step's batches."""
         return self._ahead.group is not self._taken and _found(self._ahead.group, args, kwargs) is not None
+
+
+class BatchesAhead:
+    """The batches of ``loader``, fetched in groups of up to ``count``, so that one pass takes a whole group.
+
+    accelerate's loaders say at their last batch that they are at the end; they say so here as well, and not earlier.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        count: int | Callable[[], int],
+        batches: Any = None,
+        between: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Wrap ``loader``.
+
+        Args:
+            loader: The loader.
+            count: The most batches of a group, or a function that returns it for the next group.
+            batches: The object to iterate over, where one counts the batches of ``loader``.
+            between: A function that is called before each group is fetched.
+        """
+        self._loader, self._count, self._between = loader, count, between
+        self._batches = loader if batches is None else batches
+        self.group: list[Any] = []
+        """The batches of the present group."""
+        self.results: dict[int, Any] = {}
+        """Results for batches of the group that are not handed out yet, by their ``id``."""
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, batches = self._loader, iter(self._batches)
+        ended = False
+        while not ended:
+            self._between()
+            self.group, at_end = [], False
+            count = self._count() if callable(self._count) else self._count
+            while len(self.group) < count and not at_end:
+                batch = next(batches, self)
+                if ended := batch is self:
+                    break
+                self.group.append(batch)
+                at_end = bool(getattr(loader, "end_of_dataloader", False))
+            for number, batch in enumerate(self.group, 1):
+                if at_end:
+                    loader.end_of_dataloader = number == len(self.group)
+                yield batch
+            if at_end:
+                self._between()
+                ended = next(batches, self) is self  # lets the loader end its pass
 
 
 class EvaluationBatches(BatchesAhead):

@@ -55,9 +55,11 @@ def publish(run: Runtime, steps_done: int, progress: dict) -> None:
 def _publish_share(run: Runtime, steps_done: int, files: Written, progress: dict) -> None:
     ranks, store = run.data_parallel.commits, run.store
     steps = dict.fromkeys(files, steps_done)
-    told = ranks.all_do(lambda: (steps_done, store.share(steps_done, files, run.index, progress, steps).ref))
-    _refuse_unlike([step for step, _ in told])
-    shares = {stream_of(rank): ref for rank, (_, ref) in enumerate(told)}
+    gathered = ranks.all_do(
+        lambda: (steps_done, store.share(steps_done, files, run.index, progress, steps).ref)
+    )
+    _refuse_unlike([step for step, _ in gathered])
+    shares = {stream_of(rank): ref for rank, (_, ref) in enumerate(gathered)}
     ranks.first_does(lambda: store.publish_shares(shares).step)
     if ranks.rank:
         store.follow()

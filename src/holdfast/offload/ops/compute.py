@@ -170,11 +170,11 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
             batch.loss = float(run.device.fetch(batch.loss))
     parameter_ops.refuse_sampled(run, step)
     here = [(float(batch.loss or 0.0), batch.weight) for batch in step.micro_batches]
-    told = run.data_parallel.control.everyone(here)
-    step.losses = [each for losses in told for each in losses]
+    gathered = run.data_parallel.control.everyone(here)
+    step.losses = [each for losses in gathered for each in losses]
     bad = [
         (rank, m)
-        for rank, losses in enumerate(told)
+        for rank, losses in enumerate(gathered)
         for m, (loss, _) in enumerate(losses)
         if not math.isfinite(loss)
     ]
@@ -182,7 +182,7 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
         rank, m = bad[0]
         of = "" if run.data_parallel.alone else f" of rank {rank}"
         step.skipped = True
-        step.reason = f"the loss of micro-batch {m % step.shape.micro_batches}{of} is {told[rank][m][0]}"
+        step.reason = f"the loss of micro-batch {m % step.shape.micro_batches}{of} is {gathered[rank][m][0]}"
 
 
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:

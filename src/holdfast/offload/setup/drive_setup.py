@@ -90,12 +90,16 @@ class Drives:
         if not ranks.alone:
             see_drives({d.directory: nearest(Path(d.directory)) for d in self.all[1:]}, ranks)
         sizes = [sum(file.layout.file_bytes for file in unit.files) for unit in parts.all_units]
-        told = ranks.everyone((*moved_bytes(plan), sizes))
+        gathered = ranks.everyone((*moved_bytes(plan), sizes))
         shares = [drive.share for drive in self.all]
         if not self.decided:
             rates = [drive.bytes_per_second for drive in self.all]
-            shares = [*shares_of_state(rates, sum(state for state, _, _ in told), sum(o for _, o, _ in told))]
-        places = spread([each for _, _, each in told], shares)[ranks.rank]
+            shares = [
+                *shares_of_state(
+                    rates, sum(state for state, _, _ in gathered), sum(o for _, o, _ in gathered)
+                )
+            ]
+        places = spread([each for _, _, each in gathered], shares)[ranks.rank]
         folders = {}
         for unit, place in zip(parts.all_units, places, strict=True):
             folders |= dict.fromkeys((file.name for file in unit.files), self.all[place].folder)

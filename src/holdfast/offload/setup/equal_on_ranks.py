@@ -63,11 +63,11 @@ def agree_on_placement(plan: RunPlan, schedule: str, shape: StepShape, ranks: Ra
 
     Collective: every rank must call this.
     """
-    told = ranks.everyone((plan.placement, plan.evaluation_batches))
-    if all(each == told[0] for each in told):
+    gathered = ranks.everyone((plan.placement, plan.evaluation_batches))
+    if all(each == gathered[0] for each in gathered):
         return plan
-    least = {kind: min((getattr(each, kind) for each, _ in told), key=sum) for kind in ORDER}
-    placement, together = BlockPlacement(**least), min(count for _, count in told)
+    least = {kind: min((getattr(each, kind) for each, _ in gathered), key=sum) for kind in ORDER}
+    placement, together = BlockPlacement(**least), min(count for _, count in gathered)
     order = LISTS[schedule]
     shape = replace(
         shape, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction

@@ -72,11 +72,11 @@ def prepare(source: Opens, parts: ModelParts, user: UserState) -> tuple[Starting
     """
     beginning = source.open()
     user.check_source(beginning.progress)
-    told = beginning.match(parts.captured, user.optimizer)
+    messages = beginning.match(parts.captured, user.optimizer)
     for unit in parts.all_units:
         for member in unit.trained:
             _refuse_others(beginning, member.name, unit.kept(member))
-    return beginning, told
+    return beginning, messages
 
 
 def _refuse_others(beginning: StartingState, name: str, slots: Slots) -> None:

@@ -1,5 +1,45 @@
-"""Before the first call of cuBLAS, which asks once: without a workspace of its own it gives other bits every time."""
+"""Devices of these tests, and what has to be set before the first call of cuBLAS, which asks once: without a workspace of
+its own it gives other bits every time."""
 
 import os
 
+import pytest
+import torch
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+ON_CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        pytest.mark.filterwarnings("default"),
+    ],
+)
+# torch has one kind of accelerator in a process: where CUDA is, none is played.
+DEVICES = [ON_CUDA]
+if not torch.cuda.is_available():
+    from played_device import played  # noqa: F401
+
+    DEVICES.append("played")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """CUDA, and where there is none a device that is played in Python."""
+    if request.param == "played":
+        request.getfixturevalue("played")
+    return request.param
+
+
+@pytest.fixture(params=[ON_CUDA])
+def cuda(request):
+    return request.param
+
+
+@pytest.fixture
+def same_bits():
+    """Kernels have the same bits every time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

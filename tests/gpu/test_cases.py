@@ -21,33 +21,6 @@ from training import CONTEXT, VOCABULARY, adamw, batches, decoder
 
 transformers = pytest.importorskip("transformers")
 
-ON_CUDA = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-        pytest.mark.filterwarnings("default"),
-    ],
-)
-# torch has one kind of accelerator in a process: where CUDA is, none is played.
-DEVICES = [ON_CUDA]
-if not torch.cuda.is_available():
-    from played_device import played  # noqa: F401
-
-    DEVICES.append("played")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "played":
-        request.getfixturevalue("played")
-    return request.param
-
-
-@pytest.fixture(params=[ON_CUDA])
-def cuda(request):
-    return request.param
-
 
 def engine_of(directory, device, model=None, **options):
     model = model or decoder(blocks=3)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import holdfast
-from played_device import played  # noqa: F401
 from training import differing, read_atoms
 
 pytest.importorskip("transformers")
@@ -35,14 +34,14 @@ ON_SSD = holdfast.Placement(
 KEPT = holdfast.Placement(params_on_host=1.0, optimizer_on_host=1.0, recomputed_fraction=0.0)
 
 
-@pytest.mark.usefixtures("played")
+@pytest.mark.usefixtures("same_bits")
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
-def test_bits_depend_on_no_placement_and_no_resume(tmp_path, kind):
+def test_bits_depend_on_no_placement_and_no_resume(tmp_path, device, kind):
     """The device rounds otherwise than the host, in attention and in products of 8 bits."""
     folder, runs = write_quantised(tmp_path / "folder", kind), [tmp_path / "kept", tmp_path / "ssd"]
-    expected = train(folder, runs[0], 3, "played", precision="fp32", placement=KEPT)
-    found = train(folder, runs[1], 2, "played", precision="fp32", placement=ON_SSD)
-    found += train(folder, runs[1], 1, "played", precision="fp32", placement=ON_SSD)
+    expected = train(folder, runs[0], 3, device, precision="fp32", placement=KEPT)
+    found = train(folder, runs[1], 2, device, precision="fp32", placement=ON_SSD)
+    found += train(folder, runs[1], 1, device, precision="fp32", placement=ON_SSD)
     assert found == expected
     assert differing(*map(read_atoms, runs)) == []
     on_host = train(folder, tmp_path / "host", 3, "cpu", precision="fp32")

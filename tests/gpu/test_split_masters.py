@@ -8,7 +8,6 @@ import holdfast
 from holdfast.quantities import KiB
 from holdfast.schedule import work
 from plain_loops import PLACEMENTS
-from played_device import played  # noqa: F401
 from support.grouped import grouped
 from support.masters import build_with
 from training import adamw, batches, decoder, differing, read_atoms
@@ -23,10 +22,10 @@ WAYS = {
 }
 
 
-def train(directory, steps, **options):
+def train(directory, device, steps, **options):
     """The losses of ``steps``. Nothing is left over."""
     model = decoder(blocks=4, width=128, hidden=256)
-    given = {"dtype": "bf16", "device": "played", "sample": batches(0, 1)[0], "micro_batches": 2, **options}
+    given = {"dtype": "bf16", "device": device, "sample": batches(0, 1)[0], "micro_batches": 2, **options}
     with holdfast.offload(model, adamw(model, fused=True), directory, **grouped(**given)) as engine:
         losses = [engine.step(batches(step, 2)) for step in steps]
         engine.wait()
@@ -34,12 +33,12 @@ def train(directory, steps, **options):
         return losses
 
 
-@pytest.mark.usefixtures("played")
+@pytest.mark.usefixtures("same_bits")
 @pytest.mark.parametrize("way", WAYS)
-def test_masters_in_parts_have_the_bits_of_whole_ones(tmp_path, monkeypatch, way):
+def test_masters_in_parts_have_the_bits_of_whole_ones(tmp_path, device, monkeypatch, way):
     monkeypatch.setattr(work, "TILE_BYTES", 400 * KiB)
-    found = train(tmp_path / "split", range(2), **WAYS[way])
-    found += train(tmp_path / "split", range(2, 4), **WAYS[way])
+    found = train(tmp_path / "split", device, range(2), **WAYS[way])
+    found += train(tmp_path / "split", device, range(2, 4), **WAYS[way])
     build_with(monkeypatch, whole=True)
-    assert found == train(tmp_path / "whole", range(4), **WAYS[way])
+    assert found == train(tmp_path / "whole", device, range(4), **WAYS[way])
     assert differing(read_atoms(tmp_path / "split"), read_atoms(tmp_path / "whole")) == []

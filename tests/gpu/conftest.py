@@ -1,5 +1,5 @@
-"""Devices of these tests, and what has to be set before the first call of cuBLAS, which asks once: without a workspace of
-its own it gives other bits every time."""
+"""The devices of these tests. cuBLAS asks once for its workspace, at the first call: without one of its own it gives other
+bits every time."""
 
 import os
 
@@ -29,6 +29,15 @@ def device(request):
     """CUDA, and where there is none a device that is played in Python."""
     if request.param == "played":
         request.getfixturevalue("played")
+    return request.param
+
+
+ON_HOST = pytest.param("cpu", marks=pytest.mark.campaign)
+"""What tests/cli and tests/integrations show already, so that a case is known to be right."""
+
+
+@pytest.fixture(params=[ON_CUDA] if torch.cuda.is_available() else [ON_HOST])
+def cuda_or_host(request):
     return request.param
 
 

@@ -1,5 +1,7 @@
-"""The devices of these tests. cuBLAS asks once for its workspace, at the first call: without one of its own it gives other
-bits every time."""
+"""The devices of these tests.
+
+cuBLAS asks once for its workspace, at the first call: without one of its own it gives other bits every time.
+"""
 
 import os
 

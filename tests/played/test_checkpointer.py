@@ -235,6 +235,18 @@ def test_unrecorded_random_numbers_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_step_captured_as_a_graph_is_refused(tmp_path, monkeypatch):
+    """Its replays run no hook, so that training would go on without a record of it."""
+    script = Script()
+    with Checkpointer(tmp_path / "run", model=script.model, optimizer=script.optimizer) as checkpointer:
+        checkpointer.resume()
+        script.step(0)
+        checkpointer.step()
+        monkeypatch.setattr(PLAYED, "captures", True)
+        with pytest.raises(BadInput, match="captured as a graph"):
+            script.step(1)
+
+
 # Copies that somebody waits for
 
 

@@ -117,7 +117,9 @@ def marks(devices: Iterable[torch.device]) -> list[Any]:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether the calling thread is capturing what it does on ``device`` as a graph. Replays run no Python."""
-    asked = getattr(module_of(device), "is_current_stream_capturing", None) if is_accelerator(device) else None
+    asked = (
+        getattr(module_of(device), "is_current_stream_capturing", None) if is_accelerator(device) else None
+    )
     return asked is not None and asked()
 
 

@@ -59,7 +59,9 @@ class Job:
 
     def equals(self, other):
         pairs = list(zip(self.state(), other.state(), strict=False))
-        return len(self.state()) == len(other.state()) and all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+        return len(self.state()) == len(other.state()) and all(
+            torch.equal(a.cpu(), b.cpu()) for a, b in pairs
+        )
 
 
 class Standby:

@@ -1,4 +1,4 @@
-"""A standby whose state is on a device that is played: its thread replays there, and says that the device is its own."""
+"""A standby whose state is on a device that is played: its thread replays there, and names the device as its own."""
 
 from __future__ import annotations
 

@@ -2,4 +2,6 @@
 
 import os
 
+from cli.conftest import holdfast  # noqa: F401
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -16,15 +17,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import named_optimizers
 import torch_optimizers
 from checkpoint.test_arithmetic import other_processor
-from gpu.test_survives import SCRIPTS
-from gpu.training import DEVICE, Script
+from crash import test_drill, test_standby
+from dist.training import whole_tensors, wrapped
+from gpu.test_survives import SCRIPTS, train
+from gpu.training import DEVICE, Net, Script
 from holdfast.checkpoint import arithmetic
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import OtherArithmetic
+from holdfast.errors import BadInput, OtherArithmetic
 from holdfast.events import read_events
+from holdfast.formats.restore import read_tensors
+from holdfast.opening import source_of
+from holdfast.state.layout.regions import Region
 from holdfast.store.commit.retention import Keep
 from test_checkpointer_torch_optimizers import changed_by_a_kill
 
@@ -56,9 +65,9 @@ def started(*words, **environment):
 
 
 def ended(process, code=0):
-    """What the process printed. It ends with ``code``."""
+    """What the process printed. It ends with ``code``, or with one of several."""
     out, err = process.communicate(timeout=110)
-    assert process.returncode == code, (
+    assert process.returncode in (code if isinstance(code, tuple) else (code,)), (
         f"ended with {process.returncode}, not {code}:\n{out[-2000:]}\n{err[-6000:]}"
     )
     return out
@@ -328,3 +337,409 @@ def test_optimizers_of_torch_go_on_bit_for_bit(tmp_path, kind):
     if not hasattr(torch.optim, kind):
         pytest.skip(f"torch {torch.__version__} has no {kind}")
     assert changed_by_a_kill(tmp_path, configurations_of(kind), DEVICE) == []
+
+
+class Setup:
+    """A script of one of ``KINDS``: ``make`` returns a model, its optimizers and more for the Checkpointer."""
+
+    def __init__(self, make):
+        torch.use_deterministic_algorithms(True)
+        torch.manual_seed(0)
+        self.model, self.optimizers, self.more = make()
+        self.batch = (16, 31)
+        if "batch" in self.more:
+            self.batch = self.more.pop("batch")
+        self.before, self.after = self.more.pop("before", None), self.more.pop("after", lambda: None)
+
+    def step(self, i):
+        x = torch.randn(self.batch, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        if self.before is not None:
+            x = self.before(x)
+        loss = self.model(x).float().pow(2).mean()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.after()
+        return loss.detach().cpu()
+
+    def state(self):
+        found = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, slots in optimizer.state_dict()["state"].items():
+                found |= {f"{number}/{parameter}/{slot}": value.detach().cpu().clone() for slot, value in slots.items()
+                          if isinstance(value, torch.Tensor)}  # fmt: skip
+        return found
+
+    def checkpointer(self, root, **options):
+        return Checkpointer(
+            root,
+            model=self.model,
+            optimizer=self.optimizers,
+            base_every=3,
+            keep=Keep(9),
+            **self.more,
+            **options,
+        )
+
+
+def net():
+    return Net().to(DEVICE)
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=0.01, **options)
+
+
+def groups():
+    model = net()
+    matrices, rest = named_optimizers.matrices(model), named_optimizers.vectors(model)
+    given = [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in rest if p.dim()], "lr": 0.003},
+             {"params": [p for p in rest if not p.dim()], "betas": (0.5, 0.9)}]  # fmt: skip
+    return model, [adamw(given)], {}
+
+
+def several():
+    model = net()
+    matrices, rest = named_optimizers.matrices(model), named_optimizers.vectors(model)
+    return model, [torch.optim.Muon(matrices, lr=0.01), adamw(rest, fused=True)], {}
+
+
+def masters():
+    """Parameters in bf16, and an optimizer of copies in fp32."""
+
+    class Masters(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net().bfloat16()
+            copies = (torch.nn.Parameter(p.detach().float()) for p in self.net.parameters())
+            self.masters = torch.nn.ParameterList(copies)
+            self.net.requires_grad_(False)
+
+        def forward(self, x):
+            names = [name for name, _ in self.net.named_parameters()]
+            rounded = {name: p.bfloat16() for name, p in zip(names, self.masters, strict=True)}
+            return torch.func.functional_call(self.net, rounded, x.bfloat16())
+
+    model = Masters().to(DEVICE)
+    return model, [adamw(model.masters.parameters())], {}
+
+
+def bf16():
+    model = net().bfloat16()
+    return model, [adamw(model.parameters())], {"before": lambda x: x.bfloat16()}
+
+
+def autocast():
+    model = net()
+    forward = model.forward
+
+    def cast(x):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return forward(x)
+
+    model.forward = cast
+    return model, [adamw(model.parameters())], {}
+
+
+def channels_last():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 9, 3), torch.nn.BatchNorm2d(9), torch.nn.Conv2d(9, 5, 1), torch.nn.Dropout2d(0.3)
+    ).to(DEVICE, memory_format=torch.channels_last)
+    more = {"batch": (4, 3, 7, 7), "before": lambda x: x.to(memory_format=torch.channels_last)}
+    return model, [adamw(model.parameters())], more
+
+
+def averaged():
+    model = net()
+    averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    return model, [adamw(model.parameters())], {
+        "averages": averages, "after_update": lambda: averages.update_parameters(model)
+    }  # fmt: skip
+
+
+def scheduled():
+    """A learning rate in a tensor of the device, as a compiled or captured step would have it."""
+    model = net()
+    if DEVICE == "cuda":
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=torch.tensor(0.01, device=DEVICE), capturable=True
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    return model, [optimizer], {"scheduler": scheduler, "after": scheduler.step}
+
+
+class Noise:
+    """A generator of the device, whose position is the script's to keep."""
+
+    def __init__(self):
+        self.generator = torch.Generator(device=DEVICE).manual_seed(3)
+
+    def __call__(self, x):
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator, device=DEVICE)
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
+def noisy():
+    model, noise = net(), Noise()
+    return model, [adamw(model.parameters())], {"also": {"noise": noise}, "before": noise}
+
+
+def lora():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["first", "second"], lora_dropout=0.1)
+    model = peft.get_peft_model(Net(), config).to(DEVICE).train()
+    return model, [adamw([p for p in model.parameters() if p.requires_grad])], {}
+
+
+def compiled_by(backend):
+    def compiled():
+        torch._dynamo.reset()
+        model = net()
+        model.compile(backend=backend)
+        return model, [adamw(model.parameters())], {}
+
+    return compiled
+
+
+def named(name):
+    def named_one():
+        model = net()
+        return model, [named_optimizers.OPTIMIZERS[name](model)], {}
+
+    return named_one
+
+
+def graphed():
+    """Forward and backward captured as graphs, which torch runs for the model from then on."""
+    model = torch.nn.Sequential(torch.nn.Linear(31, 257), torch.nn.ReLU(), torch.nn.Linear(257, 5)).to(DEVICE)
+    if DEVICE == "cuda":
+        model = torch.cuda.make_graphed_callables(model, (torch.randn(16, 31, device=DEVICE),))
+        for parameter in model.parameters():
+            parameter.grad = None
+    return model, [adamw(model.parameters(), fused=True)], {}
+
+
+IN_NET = ("adafactor", "grass", "grass, rows by chance", "apollo", "apollo-mini", "adamw in bf16", "adamw in bytes",
+          "muon and adamw")  # fmt: skip
+KINDS = {
+    each.__name__: each
+    for each in (
+        groups,
+        several,
+        masters,
+        bf16,
+        autocast,
+        channels_last,
+        averaged,
+        scheduled,
+        noisy,
+        lora,
+        graphed,
+    )
+}
+KINDS |= {name: named(name) for name in IN_NET}
+KINDS |= {"compiled eagerly": compiled_by("aot_eager")}
+if DEVICE == "cuda" and shutil.which("gcc"):  # which Triton needs
+    KINDS["compiled by inductor"] = compiled_by("inductor")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_script_of_a_kind_goes_on_bit_for_bit(tmp_path, kind):
+    """Beside a plain loop without a Checkpointer: losses, which show dropout, and states."""
+    plain, losses, states = Setup(KINDS[kind]), {}, {}
+    for i in range(8):
+        losses[i + 1] = plain.step(i)
+        if "after_update" in plain.more:
+            plain.more["after_update"]()
+        states[i + 1] = plain.state()
+    for begin, until in ((0, 5), (5, 8)):
+        script = Setup(KINDS[kind])
+        checkpointer = script.checkpointer(tmp_path)
+        assert checkpointer.resume() == begin
+        if begin:
+            assert differing(script.state(), states[begin]) == {}
+        for i in range(begin, until):
+            loss = script.step(i)
+            assert torch.equal(loss, losses[i + 1]), (i, float(loss), float(losses[i + 1]))
+            checkpointer.step()
+            assert differing(script.state(), states[i + 1]) == {}, i
+        checkpointer.wait()
+        checkpointer.close(save=False)
+    assert not events(tmp_path, "gap"), events(tmp_path, "gap")
+
+
+def test_records_hold_adapters_alone(tmp_path):
+    script = Setup(lora)
+    with script.checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume()
+        script.step(0)
+        checkpointer.step()
+        [slot, *_] = checkpointer._backend.pool.slots
+        names = [entry.key for layout in slot.layouts for entry in layout.entries]
+    assert names and all("lora_" in name for name in names), names
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU captures no graphs; tests/played shows the refusal")
+def test_a_captured_step_is_refused(tmp_path):
+    model = torch.nn.Linear(4, 3).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01, device=DEVICE), capturable=True)
+    x = torch.randn(2, 4, device=DEVICE)
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+        checkpointer.wait()
+        torch.cuda.synchronize()
+        with pytest.raises(BadInput, match="captured as a graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+
+
+def test_a_compiled_step_and_a_closure_are_refused(tmp_path):
+    torch._dynamo.reset()
+    model = torch.nn.Linear(4, 3).to(DEVICE)
+    optimizer = adamw(model.parameters())
+    x = torch.randn(2, 4, device=DEVICE)
+    checkpointer = Checkpointer(tmp_path / "compiled", model=model, optimizer=optimizer)
+    checkpointer.resume()
+    model(x).sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+    with pytest.raises(BadInput, match="step was compiled"):
+        checkpointer.step()
+    checkpointer.close()
+    with pytest.raises(BadInput, match="closure"):
+        Checkpointer(tmp_path / "closure", model=model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+# The commands
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Commands of other tests are interpreters that know the device, in place of forks."""
+
+    def start(*words, env, cwd=None, modules=(), starts_others=False, **streams):
+        return subprocess.Popen(
+            [sys.executable, *map(str, words)], env={**ENVIRONMENT, **env}, cwd=cwd, **streams
+        )
+
+    def run_to_end(*words, timeout=None, **how):
+        process = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    for module in (test_standby, test_drill):
+        monkeypatch.setattr(module, "run_python", run_to_end)
+        monkeypatch.setitem(module.ENVIRONMENT, "DEVICE", DEVICE)
+        monkeypatch.setitem(module.ENVIRONMENT, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(test_standby, "start_python", start)
+
+
+def test_a_standby_takes_over_with_the_same_bits(tmp_path, fresh):
+    test_standby.test_killed_trainer_is_taken_over_with_the_same_bits(tmp_path)
+
+
+def test_a_drill_finds_a_sound_script_equal(tmp_path, fresh):
+    code, verdict, said = test_drill.drill(
+        tmp_path, test_drill.DRILLED / "sound.py", options=["--kills", "1", "--until", "8"]
+    )
+    assert (code, verdict["equal"], verdict["step"]) == (0, True, 8), (verdict, said)
+    assert len(verdict["kills"]) == 1 and os.listdir(tmp_path) == []
+
+
+def test_commands_read_a_run_of_the_device(tmp_path, holdfast):
+    """In this process. What they replay they replay where it was trained."""
+    states = {}
+    for name in ("one", "other"):
+        states, _ = train(tmp_path / name, Script())
+    assert holdfast("ls", tmp_path / "one").code == 0
+    for verb in ("show", "verify", "report"):
+        said = holdfast(verb, tmp_path / "one")
+        assert said.code == 0, (verb, said)
+    said = holdfast("diff", f"{tmp_path}/one@7", f"{tmp_path}/other@7")
+    assert said.code == 0, said
+    said = holdfast("diff", f"{tmp_path}/one@6", f"{tmp_path}/other@7")
+    assert said.code == 1, said
+    said = holdfast("convert", f"{tmp_path}/one@7", tmp_path / "7.safetensors", "--to", "safetensors")
+    assert said.code == 0, said
+    found = load_file(tmp_path / "7.safetensors")
+    named = {name: states[7][name].cpu() for name in found if name in states[7]}
+    assert named and differing(named, {name: found[name] for name in named}) == {}
+    said = holdfast("compact", tmp_path / "one")
+    assert said.code == 0, said
+    again = Script()
+    with again.checkpointer(tmp_path / "one") as checkpointer:
+        assert checkpointer.resume() == 9 and differing(again.state(), states[9]) == {}
+
+
+# Ranks
+
+
+def rank(folder, kind, root, steps, *kill_at, number=0, world_size=1):
+    """A process that trains as a rank."""
+    place = {"RANK": str(number), "WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
+    rendezvous = str(folder / f"rendezvous-{kind}-{root.name}-{steps}-{len(kill_at)}-{root.exists()}")
+    words = (TESTS / "gpu" / "ranks.py", kind, root, steps, *kill_at)
+    return started(*words, RENDEZVOUS=rendezvous, **place)
+
+
+def said_by(process, code=0):
+    return [json.loads(line) for line in ended(process, code).splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path, kind):
+    """A world of one rank: on a device its group is NCCL's. Then one process of a CPU reads what it wrote."""
+    whole = said_by(rank(tmp_path, kind, tmp_path / "whole", 10))
+    assert len(whole) == 10
+    said = said_by(rank(tmp_path, kind, tmp_path / "cut", 10, 6), -9)
+    assert said == whole[:6]
+    assert said_by(rank(tmp_path, kind, tmp_path / "cut", 10)) == whole[6:]
+    expected = torch.load(f"{tmp_path}/cut.whole")
+    model = wrapped("plain", 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    with Checkpointer(tmp_path / "cut", model=model, optimizer=optimizer) as checkpointer:
+        assert checkpointer.resume(step=10) == 10
+    found = {name: tensor.detach() for name, tensor in whole_tensors(model, optimizer).items()}
+    assert differing(found, expected) == {}
+
+
+@pytest.mark.parametrize("place", ["made", "made.pt"])
+def test_a_sharded_state_is_converted(tmp_path, holdfast, place):
+    """To a folder of torch.distributed.checkpoint, and to one file."""
+    assert len(said_by(rank(tmp_path, "fsdp", tmp_path / "run", 6))) == 6
+    to = "torch" if place.endswith(".pt") else "dcp"
+    said = holdfast("convert", tmp_path / "run", tmp_path / place, "--to", to)
+    assert said.code == 0, said
+    expected, source = torch.load(f"{tmp_path}/run.whole"), source_of(str(tmp_path / place))
+    wanted = {key: tensor for key, tensor in expected.items() if key in source.atoms}
+    assert len(wanted) >= 7, (sorted(source.atoms), sorted(expected))
+    regions = [(source.atoms[key], Region.whole(tensor.shape)) for key, tensor in wanted.items()]
+    found = dict(zip(wanted, read_tensors(source, regions), strict=True))
+    assert differing(found, wanted) == {}
+
+
+def test_two_ranks_share_the_device(tmp_path):
+    """A group of gloo, which adds up what is on a device by way of the host. One rank may see the other die."""
+
+    def world(root, *words, code=0):
+        begun = root.exists()
+        processes = []
+        for number in range(2):
+            place = {"RANK": str(number), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+            place["RENDEZVOUS"] = str(tmp_path / f"rendezvous-{root.name}-{begun}")
+            processes.append(started(TESTS / "gpu" / "ranks.py", "ddp", root, *words, **place))
+        return [said_by(process, code) for process in processes]
+
+    whole = world(tmp_path / "whole", 8)
+    assert world(tmp_path / "cut", 8, 5, code=(-9, 1)) == [said[:5] for said in whole]
+    assert world(tmp_path / "cut", 8) == [said[5:] for said in whole]

@@ -12,8 +12,10 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import current_thread
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ import named_optimizers
 import torch_optimizers
 from checkpoint.test_arithmetic import other_processor
 from crash import test_drill, test_standby
-from dist.training import whole_tensors, wrapped
+from dist.training import muon, whole_tensors, wrapped
 from gpu.test_survives import SCRIPTS, train
 from gpu.training import DEVICE, Net, Script
 from holdfast.checkpoint import arithmetic
@@ -33,8 +35,10 @@ from holdfast.errors import BadInput, OtherArithmetic
 from holdfast.events import read_events
 from holdfast.formats.restore import read_tensors
 from holdfast.opening import source_of
+from holdfast.optim import Apollo
 from holdfast.state.layout.regions import Region
 from holdfast.store.commit.retention import Keep
+from support.switching import switch_often
 from test_checkpointer_torch_optimizers import changed_by_a_kill
 
 pytestmark = [
@@ -157,7 +161,7 @@ def small(optimizer, device):
     """A script whose gradients are numbers of its own, so that two devices train alike up to an update."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 9)).to(device)
-    return model, OPTIMIZERS[optimizer](list(model.parameters()))
+    return model, {**OPTIMIZERS, **MATRICES}[optimizer](list(model.parameters()))
 
 
 OPTIMIZERS = {
@@ -166,6 +170,10 @@ OPTIMIZERS = {
     "fused Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "loop SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, foreach=False),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+MATRICES = {
+    "Muon": lambda p: muon(p),
+    "Apollo": lambda p: Apollo(p, lr=0.01, rank=4, update_gap=2),
 }
 
 
@@ -293,6 +301,27 @@ def test_every_third_step_comes_back(tmp_path):
                 checkpointer.step()
 
 
+def test_auto_chooses_and_comes_back(tmp_path, monkeypatch):
+    """It measures records, bases and copies of the device in rounds of some steps, and changes its choice."""
+    switch_often(monkeypatch.setattr)
+    script, states = Script(), {}
+    checkpointer = script.checkpointer(tmp_path, every="auto", keep=Keep(99))
+    checkpointer.resume()
+    for i in range(30):
+        script.step(i)
+        script.optimizer.zero_grad(set_to_none=False)
+        checkpointer.step()
+        checkpointer._backend.drain()
+        states[i + 1] = script.state()
+    durable = checkpointer.durable_step
+    checkpointer.close(save=False)
+    assert durable > 20 and len(events(tmp_path, "every")) >= 2, (durable, events(tmp_path, "every"))
+    again = Script()
+    with again.checkpointer(tmp_path, every="auto", keep=Keep(99)) as checkpointer:
+        reached = checkpointer.resume()
+        assert reached >= durable and differing(again.state(), states[reached]) == {}, reached
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_rollback_and_a_save_have_the_bits_of_training(tmp_path, name):
     script, states = Script(**SCRIPTS[name]), {}
@@ -352,16 +381,21 @@ class Setup:
         self.before, self.after = self.more.pop("before", None), self.more.pop("after", lambda: None)
 
     def step(self, i):
+        return self.train(self.batch_of(i)).cpu()
+
+    def batch_of(self, i):
         x = torch.randn(self.batch, generator=torch.Generator().manual_seed(i)).to(DEVICE)
-        if self.before is not None:
-            x = self.before(x)
+        return x if self.before is None else self.before(x)
+
+    def train(self, x):
+        """One iteration, which waits for nothing."""
         loss = self.model(x).float().pow(2).mean()
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.after()
-        return loss.detach().cpu()
+        return loss.detach()
 
     def state(self):
         found = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
@@ -574,6 +608,87 @@ def test_a_killed_script_of_a_kind_goes_on_bit_for_bit(tmp_path, kind):
         checkpointer.wait()
         checkpointer.close(save=False)
     assert not events(tmp_path, "gap"), events(tmp_path, "gap")
+
+
+@contextmanager
+def waits_told():
+    """What waits for the device, by thread, as torch tells it; nothing does on a CPU (see tests/played)."""
+    told = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *of: told.append((current_thread().name, str(of[0])))
+        warnings.warn("a synchronizing call of a test", stacklevel=1)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield told
+        finally:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    assert told.pop(0)[0] == current_thread().name
+
+
+@pytest.mark.parametrize("kind", ["groups", "several", "lora", "channels_last", "bf16"])
+@pytest.mark.parametrize("every", [{"base_every": 2}, {"every": 2}], ids=str)
+def test_no_step_waits_for_the_device(tmp_path, kind, every):
+    """Bases too are copied while training goes on. The recorder's thread may wait."""
+    script = Setup(KINDS[kind])
+    torch.use_deterministic_algorithms(False)  # which may wait by itself
+    batches, where = [script.batch_of(i) for i in range(14)], []
+    with Checkpointer(
+        tmp_path, model=script.model, optimizer=script.optimizers, **script.more, **every
+    ) as checkpointer:
+        checkpointer.resume()
+        for x in batches[:8]:
+            script.train(x)
+            checkpointer.step()
+        checkpointer._backend.drain()
+        with waits_told() as told:
+            for x in batches[8:]:
+                script.train(x)
+                where.append(f"{len(told) - 1} after the iteration of step {checkpointer.steps_done + 1}")
+                checkpointer.step()
+    waits = [text for thread, text in told if thread == current_thread().name and "synchroniz" in text]
+    assert not waits, (waits, where)
+
+
+@pytest.mark.parametrize("copy_every", [None, 2])
+def test_a_guard_goes_back_with_the_bits_of_training(tmp_path, copy_every):
+    script, states = Setup(groups), {}
+    with script.checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard(copy_every=copy_every)
+        for i in range(7):
+            loss = script.train(script.batch_of(i))
+            checkpointer.step()
+            states[i + 1] = script.state()
+            assert not guard.check(loss), (i, float(loss))
+        assert guard.check(torch.full((), float("nan"), device=DEVICE))
+        reached = checkpointer.steps_done
+        assert reached == 6, reached
+        assert differing(script.state(), states[reached]) == {}
+        again = script.train(script.batch_of(6))
+        checkpointer.step()
+        assert differing(script.state(), states[7]) == {}, float(again)
+
+
+@pytest.mark.parametrize("name", ["loop Adam", "fused Adam", "Muon", "Apollo"])
+@pytest.mark.parametrize("changed", [False, True], ids=["the same", "another"])
+def test_another_precision_of_products_changes_no_replay(tmp_path, name, changed):
+    """Updates that multiply matrices are replayed in the precision of training; others do not depend on it."""
+    elementwise = name.endswith("Adam")
+    torch.set_float32_matmul_precision("high")
+    try:
+        *_, trained = go_on(tmp_path, name, HERE, 6)
+        torch.set_float32_matmul_precision("highest" if changed else "high")
+        told = pytest.warns(UserWarning, match="matrix products of precision")
+        with told if changed and not elementwise else nullcontext():
+            begun, exactness, first, _ = go_on(tmp_path, name, HERE, 6)
+        assert torch.get_float32_matmul_precision() == ("highest" if changed else "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (begun, exactness, differing(first, trained)) == (6, "continuation", {})
 
 
 def test_records_hold_adapters_alone(tmp_path):

@@ -22,6 +22,7 @@ from holdfast.checkpoint.recovery import model_description
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpoint.snapshot import frozen_chunks, snapshot_writer
+from holdfast.checkpoint.snapshot.snapshot_image import SnapshotImage
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
 from holdfast.events import read_events
@@ -182,6 +183,29 @@ def test_threads_say_which_device_is_theirs(tmp_path):
     train(tmp_path)
     assert set(PLAYED.syncs) == {"holdfast-recorder"} and PLAYED.runtime.pins
     assert PLAYED.without_device == []
+
+
+def test_training_waits_for_no_comparison_of_frozen_parameters(tmp_path, monkeypatch):
+    """However small they are: what is on its way to the device would be waited for with them."""
+    compared, real = [], SnapshotImage.first_difference
+
+    def note(*arguments):
+        compared.append(threading.current_thread().name)
+        return real(*arguments)
+
+    monkeypatch.setattr(SnapshotImage, "first_difference", note)
+    for steps in (1, 7):
+        script = Script()
+        script.model.first.requires_grad_(False)
+        script.optimizer = torch.optim.SGD([p for p in script.model.parameters() if p.requires_grad], lr=0.1)
+        with Checkpointer(
+            tmp_path, model=script.model, optimizer=script.optimizer, base_every=2
+        ) as checkpointer:
+            for i in range(checkpointer.resume(), steps):
+                script.step(i)
+                checkpointer.step()
+                checkpointer._backend.drain()
+    assert set(compared) == {"holdfast-recorder"} == set(PLAYED.syncs)
 
 
 @pytest.mark.parametrize("free", [0, 1 << 40])

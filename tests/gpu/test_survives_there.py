@@ -58,6 +58,7 @@ ENVIRONMENT = {
 def as_before():
     yield
     torch.use_deterministic_algorithms(False)
+    torch.set_default_device(None)
 
 
 def started(*words, **environment):
@@ -384,7 +385,7 @@ class Setup:
         return self.train(self.batch_of(i)).cpu()
 
     def batch_of(self, i):
-        x = torch.randn(self.batch, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        x = torch.randn(self.batch, generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE)
         return x if self.before is None else self.before(x)
 
     def train(self, x):
@@ -561,6 +562,14 @@ def graphed():
     return model, [adamw(model.parameters(), fused=True)], {}
 
 
+def by_default():
+    """A script that makes everything on the device unasked, and touches few rows of an embedding."""
+    torch.set_default_device(DEVICE)
+    model = torch.nn.Sequential(torch.nn.Embedding(600, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 5))
+    words = {"before": lambda x: (x[:, :5].abs() * 997).long() % 600}
+    return model, [adamw(model.parameters())], words
+
+
 IN_NET = ("adafactor", "grass", "grass, rows by chance", "apollo", "apollo-mini", "adamw in bf16", "adamw in bytes",
           "muon and adamw")  # fmt: skip
 KINDS = {
@@ -577,6 +586,7 @@ KINDS = {
         noisy,
         lora,
         graphed,
+        by_default,
     )
 }
 KINDS |= {name: named(name) for name in IN_NET}

@@ -246,7 +246,10 @@ def rebuild(about: dict[str, Any], on_host: bool = False) -> RankState:
     visiting = {item["name"]: torch.device(item["device"]) for item in items if item["device"]}
     stored = visiting if not on_host and _fits_on_devices(items, visiting) else {}
     parameters = {item["name"]: _parameter(item, stored.get(item["name"], HOST)) for item in items}
-    buffers = {name: torch.zeros(shape, dtype=FROM_NAME[dtype]) for name, dtype, shape in about["buffers"]}
+    buffers = {
+        name: torch.zeros(shape, dtype=FROM_NAME[dtype], device="cpu")
+        for name, dtype, shape in about["buffers"]
+    }
     optimizers = [
         optimizer_of(_class_of(item), item["members"], item["groups"], parameters, item["defaults"])
         for item in about["optimizers"]

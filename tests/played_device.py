@@ -125,6 +125,7 @@ class Module:
         self.events, self.syncs, self.without_device, self.seeds = [], [], [], []
         self.hidden_waits = []
         self.state, self.bf16 = torch.zeros(16, dtype=torch.uint8), True
+        self.captures = False
 
     def asks(self, what):
         """A thread that has never said which device is its own would make a context on device 0 by this."""
@@ -169,6 +170,9 @@ class Module:
 
     def current_stream(self, device=None):
         return getattr(self.here, "stream", None) or self.default
+
+    def is_current_stream_capturing(self):
+        return self.captures
 
     def synchronize(self, device=None): ...
     def empty_cache(self): ...

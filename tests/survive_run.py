@@ -26,7 +26,9 @@ CODECS = {"topk": partial(TopK, 0.2), "int8": partial(Int8, 16), "compressed": p
 def digest(state: Any) -> str:
     """Of every bit of a loop's state."""
     if isinstance(state, torch.Tensor):
-        return xxhash.xxh3_64_hexdigest(state.contiguous().numpy().tobytes() + str(state.dtype).encode())
+        return xxhash.xxh3_64_hexdigest(
+            state.detach().cpu().contiguous().numpy().tobytes() + str(state.dtype).encode()
+        )
     if isinstance(state, dict):
         return xxhash.xxh3_64_hexdigest(repr([(key, digest(value)) for key, value in state.items()]).encode())
     if isinstance(state, (list, tuple)):

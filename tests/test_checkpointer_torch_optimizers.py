@@ -13,28 +13,28 @@ from support.live_copy import copy_of_live_run
 CONFIGURATIONS = torch_optimizers.configurations()
 
 
-def begin():
+def begin(configurations, device):
     """A layer for each configuration, and its optimizer."""
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(4, 3) for _ in CONFIGURATIONS])
+    model = nn.ModuleList([nn.Linear(4, 3) for _ in configurations]).to(device)
     optimizers = [
         torch_optimizers.make(*told, [*layer.parameters()])
-        for layer, told in zip(model, CONFIGURATIONS.values(), strict=True)
+        for layer, told in zip(model, configurations.values(), strict=True)
     ]
     return model, optimizers
 
 
-def iterate(model, optimizers, i):
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
+def iterate(model, optimizers, i, device):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i)).to(device)
     sum(layer(x).square().mean() for layer in model).backward()
     for optimizer in optimizers:
         optimizer.step()
     model.zero_grad()
 
 
-def held(model, optimizers):
+def held(configurations, model, optimizers):
     """By configuration, weights and state."""
-    each = zip(CONFIGURATIONS, model, optimizers, strict=True)
+    each = zip(configurations, model, optimizers, strict=True)
     return {
         name: ([p.detach() for p in layer.parameters()], [dict(slots) for slots in optimizer.state.values()])
         for name, layer, optimizer in each
@@ -51,24 +51,29 @@ def alike(one, other):
     return type(one) is type(other) and one == other
 
 
-@pytest.mark.slow
-def test_every_optimizer_of_torch_goes_on_bit_for_bit(tmp_path):
-    """From a base in the midst and the records after it; all in one run, each for a layer of its own."""
-    whole = begin()
+def changed_by_a_kill(folder, configurations, device="cpu"):
+    """The configurations that end otherwise than a plain loop, killed between a base in the midst and the records after
+    it; all in one run, each for a layer of its own."""
+    whole = begin(configurations, device)
     for i in range(8):
-        iterate(*whole, i)
-    root = tmp_path / "run"
+        iterate(*whole, i, device)
+    root = folder / "run"
     for until in (6, 8):
-        model, optimizers = begin()
+        model, optimizers = begin(configurations, device)
         with holdfast.Checkpointer(root, model=model, optimizer=optimizers) as ckpt:
             assert ckpt.resume() == (0 if until == 6 else 6)
             for i in range(ckpt.steps_done, until):
-                iterate(model, optimizers, i)
+                iterate(model, optimizers, i, device)
                 ckpt.step()
                 if i == 2:
                     ckpt.save()
             ckpt.wait()
-            root = copy_of_live_run(root, tmp_path / "killed" / str(until))
-    there, found = held(*whole), held(model, optimizers)
+            root = copy_of_live_run(root, folder / "killed" / str(until))
+    there, found = held(configurations, *whole), held(configurations, model, optimizers)
+    return [name for name in configurations if not alike(there[name], found[name])]
+
+
+@pytest.mark.slow
+def test_every_optimizer_of_torch_goes_on_bit_for_bit(tmp_path):
     assert len(CONFIGURATIONS) >= 137
-    assert [name for name in CONFIGURATIONS if not alike(there[name], found[name])] == []
+    assert changed_by_a_kill(tmp_path, CONFIGURATIONS) == []

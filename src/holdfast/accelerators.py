@@ -115,6 +115,14 @@ def marks(devices: Iterable[torch.device]) -> list[Any]:
     return [record_event(current_stream(device)) for device in devices]
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the calling thread is capturing what it does on ``device`` as a graph. Replays run no Python."""
+    asked = (
+        getattr(module_of(device), "is_current_stream_capturing", None) if is_accelerator(device) else None
+    )
+    return asked is not None and asked()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything submitted to ``device`` is over. Returns at once for a CPU."""
     if is_accelerator(device):

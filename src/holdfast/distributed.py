@@ -170,7 +170,7 @@ class Ranks:
     def spread(self, sent: torch.Tensor | None, source: int) -> torch.Tensor:
         """Return the bytes that rank ``source`` has ``sent``. Collective: every rank must call this."""
         [nbytes] = {each for each in self.everyone(None if sent is None else len(sent)) if each is not None}
-        received = torch.empty(nbytes, dtype=torch.uint8) if sent is None else sent
+        received = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if sent is None else sent
         with self._failing():
             dist.broadcast(received, source, group=self._open())
         return received
@@ -231,7 +231,7 @@ class Ranks:
             if rank != self.rank and start < stop
         ]
         start, stop = parts[self.rank]
-        mine, received = flat[start:stop], torch.empty(stop - start, dtype=flat.dtype)
+        mine, received = flat[start:stop], torch.empty(stop - start, dtype=flat.dtype, device="cpu")
         for rank in range(self.world_size if start < stop else 0):
             if rank != self.rank:
                 dist.recv(received, rank, group=group)

@@ -100,7 +100,7 @@ class LiveWeights(Source):
     ) -> None:
         super().__init__(path, "holdfast", progress=progress)
         self._tensors = [tensor for _, tensor in atoms]
-        self._flat: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+        self._flat: tuple[int, torch.Tensor] = (-1, torch.empty(0, device="cpu"))
         self._using = threading.Lock()
         for atom, _ in atoms:
             part = self.add_part(StoredArray(path, 0, atom.nbytes, atom.dtype))

@@ -151,7 +151,9 @@ class OpenedSource:
         values = self._match.values.get(name, {})
         numbers = {slot: decode(value) for slot, value in values.items() if slot not in found}
         return found | {
-            slot: torch.tensor(n) for slot, n in numbers.items() if isinstance(n, (bool, int, float))
+            slot: torch.tensor(n, device="cpu")
+            for slot, n in numbers.items()
+            if isinstance(n, (bool, int, float))
         }
 
     def buffer(self, name: str) -> torch.Tensor | None:

@@ -32,8 +32,10 @@ def other_processor():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "sqrt", lambda x: torch.nextafter(root(x), x.new_full((), torch.inf)))
         arithmetic.arithmetic_of.cache_clear()
-        yield
-    arithmetic.arithmetic_of.cache_clear()
+        try:
+            yield
+        finally:
+            arithmetic.arithmetic_of.cache_clear()
 
 
 def started(root, optimizer=ADAMW, **options):

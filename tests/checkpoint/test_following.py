@@ -34,9 +34,10 @@ def supervised(monkeypatch, tmp_path):
 class Job:
     """A model with batch norm under a ``Checkpointer``, and steps whose data depend on their number alone."""
 
-    def __init__(self, run, seed=0, **options):
+    def __init__(self, run, seed=0, device="cpu", **options):
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.device = device
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         options = options or {"base_every": 1000}
         self.ckpt = Checkpointer(run, model=self.model, optimizer=self.optimizer, **options)
@@ -45,7 +46,7 @@ class Job:
         for _ in range(count):
             torch.manual_seed(100 + self.ckpt.steps_done)
             self.optimizer.zero_grad()
-            self.model(torch.randn(4, 6)).square().mean().backward()
+            self.model(torch.randn(4, 6).to(self.device)).square().mean().backward()
             self.optimizer.step()
             self.ckpt.step()
             self.ckpt._backend.drain()
@@ -58,7 +59,9 @@ class Job:
 
     def equals(self, other):
         pairs = list(zip(self.state(), other.state(), strict=False))
-        return len(self.state()) == len(other.state()) and all(torch.equal(*pair) for pair in pairs)
+        return len(self.state()) == len(other.state()) and all(
+            torch.equal(a.cpu(), b.cpu()) for a, b in pairs
+        )
 
 
 class Standby:
@@ -95,12 +98,12 @@ class Standby:
         return self.job
 
 
-def followed(run, steps):
+def followed(run, steps, **where):
     """A job after ``steps``, and a standby that has followed them."""
-    first = Job(run)
+    first = Job(run, **where)
     first.ckpt.resume()
     first.steps(steps)
-    standby = Standby(run)
+    standby = Standby(run, **where)
     standby.until(lambda: standby.reached == steps)
     return first, standby
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,7 +14,9 @@ import holdfast
 from checkpoint.loops import cut_small, make, manifests, same
 from checkpoint.test_replay import STEPS, recovered, trained
 from holdfast.checkpoint.compression.lossy import TopK
+from holdfast.checkpoint.numerics import product_precision, set_product_precision
 from holdfast.checkpoint.recovery.compaction import compact
+from holdfast.checkpoint.recovery.model_description import adopt, describe
 from holdfast.checkpoint.replica import replica_process, shared_memory
 from holdfast.checkpoint.snapshot import snapshot_state
 from holdfast.checkpointer import Checkpointer
@@ -20,6 +24,7 @@ from holdfast.errors import BadInput
 from holdfast.events import read_events
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, apollo_mini
 from holdfast.optim.kinds import is_elementwise
+from holdfast.state.live_state import LiveState
 from holdfast.store.commit.retention import Keep
 from replica_run import Forked
 
@@ -161,6 +166,71 @@ def test_steps_come_back_with_another_number_of_threads(tmp_path, own_threads):
         weights.append((steps, model.weight.detach().clone()))
     steps, found = zip(*weights[1:-1], strict=True)
     assert steps == (3, 3, 6, 6) and torch.equal(*found[:2]) and torch.equal(*found[2:])
+
+
+class Rounding(torch.optim.Optimizer):
+    """An update that depends on the precision of matrix products, as on a device that has TF32."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rate = 0.1 if product_precision() == "highest" else 0.2
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=rate)
+
+
+@pytest.fixture
+def own_products():
+    """A test may set the precision of products in either way of torch's."""
+    before = {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+    yield
+    torch.set_float32_matmul_precision("highest")
+    set_product_precision(before)
+
+
+def one_name():
+    torch.set_float32_matmul_precision("high")
+
+
+def by_backend():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+@pytest.mark.parametrize("lowers", [one_name, by_backend])
+def test_steps_come_back_with_another_precision_of_products(tmp_path, own_products, lowers):
+    weights, model = [], torch.nn.Linear(3, 1, bias=False)
+    for is_lower in (True, False):
+        torch.set_float32_matmul_precision("highest")
+        if is_lower:
+            lowers()
+        precision = product_precision()
+        torch.nn.init.ones_(model.weight)
+        optimizer = Rounding(model.parameters())
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            told = (
+                nullcontext() if is_lower else pytest.warns(UserWarning, match="matrix products of precision")
+            )
+            with told:
+                assert checkpointer.resume() == (0 if is_lower else 2)
+            while checkpointer.steps_done < 2:
+                model.weight.grad = torch.ones(1, 3)
+                optimizer.step()
+                checkpointer.step()
+        assert product_precision() == precision
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights), weights
+
+
+@pytest.mark.parametrize("lowers", [one_name, by_backend])
+def test_a_replica_learns_the_precision_of_products(own_products, lowers):
+    lowers()
+    loop = make(OPTIMIZERS["bf16"], "")
+    about, precision = describe(LiveState(loop.model, loop.optimizers)), product_precision()
+    torch.set_float32_matmul_precision("highest")
+    adopt({**about, "path": sys.path, "parameters": []})
+    assert product_precision() == precision != "highest"
 
 
 @pytest.mark.parametrize("name", ["adafactor", "apollo", "grass by chance", "bf16", "8bit"])

@@ -188,14 +188,17 @@ class Mlp(nn.Module):
         return self.second(torch.relu(self.first(x))) * self.scale.sum()
 
 
-def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp: int = 0) -> nn.Module:
+def wrapped(
+    kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp: int = 0, device: str = "cpu"
+) -> nn.Module:
     """A ``tiny`` one, or one of ``width`` 0, has one parameter and nothing else. ``mlp`` is the width of an ``Mlp``."""
     torch.manual_seed(0)
     model = nn.Linear(7, 1, bias=False) if tiny or not width else Mlp(mlp) if mlp else Net(width)
+    model = model.to(device)
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        return fully_shard(model, mesh=init_device_mesh(device, (world_size,)))
     if kind == "hsdp":
         return fully_shard(
             model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s"))

@@ -8,10 +8,10 @@ import torch
 import holdfast
 
 RUN, STEPS = os.environ.get("RUN", "runs/sound"), int(os.environ.get("STEPS", "12"))
-PAUSE = float(os.environ.get("PAUSE", "0"))
+PAUSE, DEVICE = float(os.environ.get("PAUSE", "0")), os.environ.get("DEVICE", "cpu")
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).to(DEVICE)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 with holdfast.Checkpointer(RUN, model=model, optimizer=optimizer) as checkpointer:
     for step in range(checkpointer.resume(), STEPS):
@@ -19,7 +19,7 @@ with holdfast.Checkpointer(RUN, model=model, optimizer=optimizer) as checkpointe
             os.environ.get("UNTIL", "/")
         ):  # until a test has what it waits for
             time.sleep(0.01)
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(DEVICE)
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 
+from cli.conftest import holdfast  # noqa: F401
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 ON_CUDA = pytest.param(

@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_adapters_train_and_continue_bit_for_bit(tmp_path, holdfast, cuda_or_host, kind):  # noqa: F811
+def test_adapters_train_and_continue_bit_for_bit(tmp_path, holdfast, cuda_or_host, kind):
     base = write_quantised(tmp_path, *PACKED[kind]) if kind in PACKED else write_folder(tmp_path / "folder")
     if kind in PACKED:
         write_tokenizer(base)
@@ -62,7 +62,7 @@ def test_adapters_train_and_continue_bit_for_bit(tmp_path, holdfast, cuda_or_hos
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_packed_conversations_train_and_continue_bit_for_bit(
     tmp_path,
-    holdfast,  # noqa: F811
+    holdfast,
     folder,  # noqa: F811
     interrupted,  # noqa: F811
     cuda_or_host,

@@ -1,9 +1,10 @@
-"""An ordinary script on a CUDA device, each number of which is reproducible.
+"""An ordinary script on a CUDA device, or on the CPU where there is none, each number of which is reproducible.
 
     python training.py ROOT STEPS [KILL_AT]
 
 Prints a line of JSON per step, and kills itself once step KILL_AT is durable; where the environment has REPLICA, once
-a replica has it.
+a replica has it. OPTIONS, as JSON, are more options of the Checkpointer. With COPIES the state is copied into memory,
+where every second step survives a kill. With SIGTERM_AT the script sends itself that signal in that step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 
 from holdfast.checkpointer import Checkpointer
+from support.switching import copy_often
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIMIZERS = {
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "foreach AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -48,14 +51,14 @@ class Script:
     def __init__(self, optimizer: str = "fused AdamW", scaled: bool = False, unscale: bool = False) -> None:
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(0)
-        self.model = Net().cuda()
+        self.model = Net().to(DEVICE)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=scaled)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, enabled=scaled)
         self._scaled, self._unscale = scaled, unscale
 
     def step(self, i: int) -> torch.Tensor:
-        x = torch.randn(16, 31, generator=torch.Generator().manual_seed(i)).cuda()
-        with torch.autocast("cuda", torch.float16, enabled=self._scaled):
+        x = torch.randn(16, 31, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        with torch.autocast(DEVICE, torch.float16, enabled=self._scaled):
             loss = self.model(x).pow(2).mean()
         infinite = self._scaled and i == 3
         self.scaler.scale(loss * float("inf") if infinite else loss).backward()
@@ -82,16 +85,26 @@ class Script:
 
 def main(root: str, steps: int, kill_at: int | None) -> None:
     script, replica = Script(), bool(os.environ.get("REPLICA"))
-    with script.checkpointer(root, base_every=100 if replica else 4, replica=replica) as checkpointer:
+    options = {"replica": replica, **json.loads(os.environ.get("OPTIONS", "{}"))}
+    if "every" not in options:
+        options = {"base_every": 100 if replica else 4, **options}
+    copies, sigterm_at = bool(os.environ.get("COPIES")), int(os.environ.get("SIGTERM_AT", "-1"))
+    if copies:
+        copy_often("/dev/shm")
+    with script.checkpointer(root, **options) as checkpointer:
         for i in range(checkpointer.resume(), steps):
             loss = script.step(i)
             script.optimizer.zero_grad()
-            checkpointer.step()
+            if i + 1 == sigterm_at:
+                os.kill(os.getpid(), signal.SIGTERM)
             print(json.dumps({"step": i + 1, "loss": float(loss)}), flush=True)
+            checkpointer.step()
+            if copies:
+                checkpointer._backend.recorder.drain()  # so that the choice of copies comes at one step
             if i + 1 == kill_at:
-                if not replica:
+                if not replica and not copies:
                     checkpointer.wait()
-                while checkpointer.replica_step < kill_at:
+                while checkpointer.replica_step < kill_at - copies:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
     print(

@@ -22,6 +22,7 @@ from holdfast.checkpoint.recovery import model_description
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpoint.snapshot import frozen_chunks, snapshot_writer
+from holdfast.checkpoint.snapshot.snapshot_image import SnapshotImage
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
 from holdfast.events import read_events
@@ -184,6 +185,29 @@ def test_threads_say_which_device_is_theirs(tmp_path):
     assert PLAYED.without_device == []
 
 
+def test_training_waits_for_no_comparison_of_frozen_parameters(tmp_path, monkeypatch):
+    """However small they are: what is on its way to the device would be waited for with them."""
+    compared, real = [], SnapshotImage.first_difference
+
+    def note(*arguments):
+        compared.append(threading.current_thread().name)
+        return real(*arguments)
+
+    monkeypatch.setattr(SnapshotImage, "first_difference", note)
+    for steps in (1, 7):
+        script = Script()
+        script.model.first.requires_grad_(False)
+        script.optimizer = torch.optim.SGD([p for p in script.model.parameters() if p.requires_grad], lr=0.1)
+        with Checkpointer(
+            tmp_path, model=script.model, optimizer=script.optimizer, base_every=2
+        ) as checkpointer:
+            for i in range(checkpointer.resume(), steps):
+                script.step(i)
+                checkpointer.step()
+                checkpointer._backend.drain()
+    assert set(compared) == {"holdfast-recorder"} == set(PLAYED.syncs)
+
+
 @pytest.mark.parametrize("free", [0, 1 << 40])
 def test_gradients_are_staged_where_there_is_room(tmp_path, monkeypatch, free):
     states, streams = plain_loop(4), []
@@ -233,6 +257,18 @@ def test_unrecorded_random_numbers_are_refused(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="random numbers of played is not recorded"):
         Checkpointer(tmp_path / "run", model=script.model, optimizer=script.optimizer)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_step_captured_as_a_graph_is_refused(tmp_path, monkeypatch):
+    """Its replays run no hook, so that training would go on without a record of it."""
+    script = Script()
+    with Checkpointer(tmp_path / "run", model=script.model, optimizer=script.optimizer) as checkpointer:
+        checkpointer.resume()
+        script.step(0)
+        checkpointer.step()
+        monkeypatch.setattr(PLAYED, "captures", True)
+        with pytest.raises(BadInput, match="captured as a graph"):
+            script.step(1)
 
 
 # Copies that somebody waits for

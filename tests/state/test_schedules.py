@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -135,14 +136,16 @@ def test_rates_that_a_script_sets_are_no_scheduler(tmp_path):
 def test_a_forgotten_scaler_is_told(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
-        checkpointer.resume()
-        scaler.scale(model(torch.ones(3)).sum()).backward()
-        with pytest.warns(UserWarning, match="a GradScaler steps the optimizer and was not given"):
-            scaler.step(optimizer)
-        scaler.update()
-        checkpointer.step()
+    for enabled in (False, True):  # one that is switched off scales nothing
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+        with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+            checkpointer.resume()
+            scaler.scale(model(torch.ones(3)).sum()).backward()
+            told = pytest.warns(UserWarning, match="a GradScaler steps the optimizer and was not given")
+            with told if enabled else nullcontext():
+                scaler.step(optimizer)
+            scaler.update()
+            checkpointer.step()
 
 
 def test_which_steps_need_a_value():

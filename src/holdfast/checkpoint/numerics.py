@@ -1,7 +1,8 @@
 """The settings of a process that decide the bits of an update.
 
-The number of torch's threads changes the order of sums in a matrix product, denormal numbers may be flushed to zero,
-and the default dtype applies to tensors made without one, such as step counts. Replay computes under the recorded
+The number of torch's threads changes the order of sums in a matrix product, fp32 products may be made of TF32 or bf16
+ones, denormal numbers may be flushed to zero, and the default dtype applies to tensors made without one, such as step
+counts. Replay computes under the recorded
 settings, and those of the process are restored afterwards. Called where progress is recorded, by replay and replicas,
 and by recovery for its warnings.
 """
@@ -25,7 +26,32 @@ def computing() -> dict[str, Any]:
     """Return the current settings of this process, as JSON."""
     tiny = torch.tensor(1e-39, dtype=torch.float32, device="cpu")  # the script may have other defaults
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
-    return {"threads": torch.get_num_threads(), "flush_denormal": bool(tiny * 1 == 0), "default_dtype": dtype}
+    return {
+        "threads": torch.get_num_threads(),
+        "flush_denormal": bool(tiny * 1 == 0),
+        "default_dtype": dtype,
+        "products": product_precision(),
+    }
+
+
+def product_precision() -> str | dict[str, str]:
+    """Return the precision of fp32 matrix products: torch's name of it, or one by backend.
+
+    torch has the one name no longer once a script has set backends one by one.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+
+
+def set_product_precision(precision: str | Mapping[str, str]) -> None:
+    """Set a result of ``product_precision``."""
+    if isinstance(precision, str):
+        torch.set_float32_matmul_precision(precision)
+        return
+    for name, each in precision.items():
+        getattr(torch.backends, name).matmul.fp32_precision = each
 
 
 def recorded_settings(progress: Mapping[str, Any], base: Mapping[str, Any]) -> Settings:
@@ -38,22 +64,22 @@ def recorded_settings(progress: Mapping[str, Any], base: Mapping[str, Any]) -> S
 
 
 def needs_threads(state: LiveState, after_update: Callable | None) -> bool:
-    """Return whether the bits of a step may depend on the number of threads.
+    """Return whether the bits of a step may depend on the number of threads, and on the precision of products.
 
-    An elementwise update has the same bits with any number.
+    An elementwise update has the same bits with any.
     """
     return after_update is not None or not all(map(is_elementwise, state.optimizers))
 
 
 @contextmanager
 def computing_as(recorded: Settings, threads: bool) -> Iterator[None]:
-    """Apply the settings ``recorded`` inside the context, the number of threads only with ``threads``, and restore them
-    after.
+    """Apply the settings ``recorded`` inside the context, those of matrix products only with ``threads``, and restore
+    them after.
     """
     here = computing()
     there = {**here, **recorded}
     if not threads:
-        there["threads"] = here["threads"]
+        there |= {name: here[name] for name in ("threads", "products")}
     _compute_as(here, there)
     try:
         yield
@@ -68,6 +94,8 @@ def _compute_as(before: Settings, now: Settings) -> None:
         set_torch_threads(now["threads"])
     if before["default_dtype"] != now["default_dtype"]:
         torch.set_default_dtype(getattr(torch, now["default_dtype"]))
+    if before["products"] != now["products"]:
+        set_product_precision(now["products"])
 
 
 def settings_warnings(recorded: Settings, threads: bool) -> list[str]:
@@ -94,5 +122,12 @@ def settings_warnings(recorded: Settings, threads: bool) -> list[str]:
             f"the run was trained with torch.set_num_threads({run}) and is replayed so, and this process has {script},"
             " with which it goes on: the last bits of what its optimizer computes may be others. To go on as before,"
             f" call torch.set_num_threads({run}) at the beginning of the script."
+        )
+    if threads and there["products"] != here["products"]:
+        run, script = there["products"], here["products"]
+        texts.append(
+            f"the run was trained with matrix products of precision {run} (torch.set_float32_matmul_precision) and is"
+            f" replayed so, and this process has {script}, with which it goes on: what its optimizer computes may be"
+            " rounded otherwise. To go on as before, set that precision at the beginning of the script."
         )
     return texts

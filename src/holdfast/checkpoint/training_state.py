@@ -456,7 +456,7 @@ def _tell_of_scaler(given: Sequence[Any]) -> None:
     while frame is not None:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "step" and isinstance(owner, torch.amp.GradScaler):
-            if not any(owner is each for each in given):
+            if owner.is_enabled() and not any(owner is each for each in given):
                 warnings.warn(
                     "a GradScaler steps the optimizer and was not given, so no step of the run has its scale, and after"
                     " a resume it begins anew. Pass it as scaler=.",

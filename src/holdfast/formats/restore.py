@@ -250,7 +250,7 @@ def read_tensors(source: Source, wanted: list[tuple[SourceTensor, Region]]) -> l
             each = [(SourceTensor(stored.atom, pieces), box) for pieces in stored.every]
             tensors.append(mean(read_tensors(source, each)))
             continue
-        tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
+        tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype], device="cpu")
         targets.append(ReadTarget(stored, box, array_of(tensor)))
         tensors.append(tensor)
     read_all(source, targets)

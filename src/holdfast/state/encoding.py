@@ -272,7 +272,7 @@ def _decode_tensor(told: dict[str, Any]) -> Any:
     from .plain_tensors import FROM_NAME
 
     dtype, raw = FROM_NAME[told["__tensor__"]], bytearray(base64.b64decode(told["bytes"]))
-    made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
     made = made.reshape(told["shape"])
     if "strides" in told:
         made = laid_out(made, told["strides"])

@@ -59,7 +59,7 @@ def repeats_itself(tensor: torch.Tensor) -> bool:
         reach += stride * (size - 1)
     if is_sure:
         return False
-    taken = torch.zeros(reach + 1, dtype=torch.bool)
+    taken = torch.zeros(reach + 1, dtype=torch.bool, device="cpu")
     taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
     return int(taken.sum()) < tensor.numel()
 

@@ -21,6 +21,7 @@ import torch
 
 from holdfast import failpoints
 
+from ...accelerators import is_capturing
 from ...errors import BadInput
 from ...state.layout.ownership import is_distributed, local_of
 from ...state.live_state import LiveState
@@ -392,6 +393,12 @@ class _Hook:
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():  # the trace holds all that happens in later calls
             self.tap.compiled = True
+        elif any(is_capturing(p.device) for p in optimizer.param_groups[0]["params"][:1]):
+            raise BadInput(
+                "the optimizer's step is being captured as a graph, whose replays no hook sees, so no later step would"
+                " be recorded. Capture forward and backward alone, as torch.cuda.make_graphed_callables does, and call"
+                " optimizer.step() outside of the graph."
+            )
         else:
             within = self.tap.is_open(self.index) and _is_within(optimizer, sys._getframe(1))
             self.tap.before_step(self.index, args, kwargs, within)

@@ -145,6 +145,6 @@ def _views(view: memoryview, layout: Layout, suffix: str) -> dict[str, torch.Ten
             view[entry.offset : entry.end], dtype=FROM_NAME[entry.dtype]
         ).view(entry.shape)
         if entry.nbytes
-        else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
+        else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype], device="cpu")
         for entry in layout.entries
     }

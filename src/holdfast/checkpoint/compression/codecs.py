@@ -268,9 +268,9 @@ class ArrayReader:
     def take(self, name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
         key = array_key(name, dtype)
         if not count:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         start = self._taken.get(key, 0)
-        found = self._arrays.get(key, torch.empty(0))[start : start + count]
+        found = self._arrays.get(key, torch.empty(0, device="cpu"))[start : start + count]
         if found.numel() != count or found.dtype != dtype:
             raise _other_parameters()
         self._taken[key] = start + count

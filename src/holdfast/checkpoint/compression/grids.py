@@ -84,16 +84,16 @@ def tails_of(grid: Grid, kept_of_row: int, kept_of_tails: tuple[int, ...], devic
         kept_of_row: The number of elements that a whole row keeps.
         kept_of_tails: The number of elements that the tail of each tensor keeps; 0 where there is no tail.
     """
-    ends = torch.tensor(grid.rows, dtype=torch.int64).cumsum(0) - 1
-    lengths = torch.tensor(grid.sizes, dtype=torch.int64) % grid.width
-    tail_kept = torch.tensor(kept_of_tails, dtype=torch.int64)
+    ends = torch.tensor(grid.rows, dtype=torch.int64, device="cpu").cumsum(0) - 1
+    lengths = torch.tensor(grid.sizes, dtype=torch.int64, device="cpu") % grid.width
+    tail_kept = torch.tensor(kept_of_tails, dtype=torch.int64, device="cpu")
     has_tail = lengths > 0
     ends, lengths, tail_kept = ends[has_tail], lengths[has_tail], tail_kept[has_tail]
-    kept = torch.full((sum(grid.rows),), kept_of_row, dtype=torch.int64)
+    kept = torch.full((sum(grid.rows),), kept_of_row, dtype=torch.int64, device="cpu")
     kept[ends] = tail_kept
     return Tails(
         ends.to(device),
-        (torch.arange(grid.width) < lengths[:, None]).to(device),
+        (torch.arange(grid.width, device="cpu") < lengths[:, None]).to(device),
         (tail_kept == lengths)[:, None].to(device),
         kept[:, None].to(device),
         kept.to(torch.uint16).to(device).split(grid.rows),

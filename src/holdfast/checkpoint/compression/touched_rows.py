@@ -201,10 +201,10 @@ class RowScratch:
     """A gradient whose memory is reused from record to record. Only the rows of the record before are cleared."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        self.tensor = torch.zeros(like.shape, dtype=like.dtype)
+        self.tensor = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
         rows = rows_of(like.shape)
         self._rows = self.tensor.view(rows, like.numel() // max(rows, 1))
-        self._written, self._version = torch.empty(0, dtype=torch.int64), self.tensor._version
+        self._written, self._version = torch.empty(0, dtype=torch.int64, device="cpu"), self.tensor._version
 
     def fill(self, touched: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Set the rows with the numbers ``touched`` to ``values``, which are flat, and all others to zeros."""
@@ -246,7 +246,11 @@ def put_back_rows(
         start = round_up(start + nbytes, ALIGNMENT)
         if len(piece) < nbytes:
             raise _damaged(f"lacks rows of {name}: it holds {len(piece)} of {nbytes} bytes")
-        flat = torch.frombuffer(piece, dtype=like.dtype) if nbytes else torch.empty(0, dtype=like.dtype)
+        flat = (
+            torch.frombuffer(piece, dtype=like.dtype)
+            if nbytes
+            else torch.empty(0, dtype=like.dtype, device="cpu")
+        )
         if len(touched) == rows:
             found[name] = flat.view(like.shape)
         else:

@@ -102,7 +102,7 @@ class PeerChannel:
     def say_goodbye(self, rank: int) -> None:
         """Tell ``rank`` that this one asks for nothing any more, and ends in order. Errors do not matter."""
         with suppress(HoldfastError), self._failing(rank):
-            self._send(rank, _LAST, torch.zeros(1, dtype=torch.uint8))
+            self._send(rank, _LAST, torch.zeros(1, dtype=torch.uint8, device="cpu"))
             self.ask(rank, {"do": "goodbye"})
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class PeerChannel:
     def _abort(self) -> None:
         """Fail all that is under way: a wait that runs out of time closes the connections of a gloo group."""
         self._is_ending = True
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for rank in range(self._group.size()):  # a wait for one that has ended does not run out of time
             if rank != self._rank:
                 with suppress(RuntimeError):
@@ -156,7 +156,7 @@ class PeerChannel:
 
     def _watch(self, guest: int, lost: Callable[[int], None]) -> None:
         """Receive the last message of ``guest``, or learn that its process has ended without one."""
-        last = torch.empty(1, dtype=torch.uint8)
+        last = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
             self._group.recv([last], guest, _LAST).wait()
         except RuntimeError:
@@ -164,7 +164,7 @@ class PeerChannel:
                 lost(guest)
 
     def _answer(self, rank: int, into: memoryview | None) -> Request:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         with self._failing(rank):
             self._receive(rank, _REPLY, header)
             answer = _decode(header)
@@ -193,8 +193,8 @@ class PeerChannel:
             ) from error
 
     def _serve(self, handle: Handler, guests: set[int]) -> None:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         array: Any = block.numpy()
         memory = memoryview(array)
         with suppress(RuntimeError):  # the others have ended; whoever asks them next reports that

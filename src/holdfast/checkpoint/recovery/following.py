@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Self
 
+from ...accelerators import devices_of, use_device
 from ...errors import Damaged, DiskFailed, HoldfastError, OtherArithmetic
 from ...events import tell
 from ...state.live_state import LiveState
@@ -73,6 +74,8 @@ class Follower:
     def _follow(self) -> None:
         with suppress(AttributeError, OSError):  # a system without priorities of threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        for device in devices_of(each.parameter for each in self._state.parameters)[:1]:
+            use_device(device)
         seconds = 0.0
         while not self._over.wait(max(LOOK_SECONDS, REST * seconds)):
             began = time.monotonic()

@@ -33,6 +33,7 @@ from ...state.progress import hyper_parameters
 from ..capture import device_staging
 from ..capture.device_staging import PinnedHomes, StagedOnDevice, visit_bytes
 from ..capture.optimizer_attributes import OF_TORCH
+from ..numerics import product_precision, set_product_precision
 from ..snapshot.snapshot_state import members_of, module_of, optimizer_of
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
@@ -190,7 +191,7 @@ def describe(state: LiveState) -> dict[str, Any]:
         "path": [entry or "." for entry in sys.path],
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
+        "precision": product_precision(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
 
@@ -221,7 +222,7 @@ def adopt(about: dict[str, Any]) -> None:
     """Set this process's numerics, import path and device as in the process that was described."""
     torch.set_num_threads(about["threads"])
     torch.use_deterministic_algorithms(about["deterministic"])
-    torch.set_float32_matmul_precision(about["precision"])
+    set_product_precision(about["precision"])
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     sys.path[:] = about["path"]
     for device in updating_devices(about)[:1]:
@@ -245,7 +246,10 @@ def rebuild(about: dict[str, Any], on_host: bool = False) -> RankState:
     visiting = {item["name"]: torch.device(item["device"]) for item in items if item["device"]}
     stored = visiting if not on_host and _fits_on_devices(items, visiting) else {}
     parameters = {item["name"]: _parameter(item, stored.get(item["name"], HOST)) for item in items}
-    buffers = {name: torch.zeros(shape, dtype=FROM_NAME[dtype]) for name, dtype, shape in about["buffers"]}
+    buffers = {
+        name: torch.zeros(shape, dtype=FROM_NAME[dtype], device="cpu")
+        for name, dtype, shape in about["buffers"]
+    }
     optimizers = [
         optimizer_of(_class_of(item), item["members"], item["groups"], parameters, item["defaults"])
         for item in about["optimizers"]

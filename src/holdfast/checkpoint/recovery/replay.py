@@ -92,7 +92,7 @@ def _samples(flats: Sequence[torch.Tensor], step: int) -> torch.Tensor:
         places = max(1, flat.numel() // SAMPLED_BYTES)
         start = (step * 2654435761 + position * 40503) % places * SAMPLED_BYTES
         samples.append(flat[start : start + SAMPLED_BYTES])
-    return torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _laid(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:

@@ -131,7 +131,12 @@ class FrozenChunks:
 
     def compare(self, waiting: Sequence[SnapshotChunk], owned: Mapping[str, Held]) -> bool:
         """Have the chunks ``waiting`` compared with their files, some in each step. Return whether all are."""
-        at_once = self._waits or sum(unit.layout.file_bytes for unit in waiting) <= COMPARED_AT_ONCE
+        at_once = self._waits or (
+            sum(unit.layout.file_bytes for unit in waiting) <= COMPARED_AT_ONCE
+            and not any(
+                devices_of(unit.tensors_of(owned).values()) for unit in waiting
+            )  # which would be waited for
+        )
         under_way = 0
         for unit in waiting:
             if unit.name not in self._compared and under_way < COMPARED_BYTES_PER_STEP:

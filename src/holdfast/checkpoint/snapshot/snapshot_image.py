@@ -21,7 +21,7 @@ class SnapshotImage:
 
     def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
         self._layout, self._tensors = layout, tensors
-        self._flat: tuple[str, torch.Tensor] = ("", torch.empty(0))
+        self._flat: tuple[str, torch.Tensor] = ("", torch.empty(0, device="cpu"))
 
     def fill(self, view: memoryview, start: int) -> None:
         """Copy the bytes from offset ``start`` on into ``view``."""
@@ -81,7 +81,7 @@ def place_in(image: memoryview, layout: Layout, key: str, like: torch.Tensor) ->
     """Return the place of the tensor ``key`` in ``image``, the whole file, as a tensor of the form of ``like``."""
     entry = layout[key]
     if not entry.nbytes:
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     return torch.frombuffer(image[entry.offset : entry.end], dtype=like.dtype).view(like.shape)
 
 

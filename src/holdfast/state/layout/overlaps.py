@@ -85,7 +85,7 @@ def _marked(cluster: Mapping[int, torch.Tensor]) -> list[list[int]]:
     spans = [_span(number, tensor) for number, tensor in cluster.items()]
     first, last = min(span.start for span in spans), max(span.stop for span in spans)
     unit = gcd(*(span.start - first for span in spans), *(tensor.itemsize for tensor in cluster.values()))
-    marks = torch.zeros((last - first) // unit, dtype=torch.int32)
+    marks = torch.zeros((last - first) // unit, dtype=torch.int32, device="cpu")
     group_of = {number: {number} for number in cluster}
     for position, (number, tensor) in enumerate(cluster.items(), 1):
         width = tensor.itemsize // unit

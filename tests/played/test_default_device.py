@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import named_optimizers
 from checkpoint.loops import same
 from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpoint.recovery.compaction import compact
@@ -113,3 +114,27 @@ def test_another_run_begins_from_what_was_compacted_there(tmp_path):
     with again.checkpointer(tmp_path / "next") as checkpointer:
         checkpointer.resume(source=tmp_path / "run")
         assert same(again.state(), script.state())
+
+
+@pytest.mark.parametrize("name", ["apollo", "grass", "grass, rows by chance", "adamw in bytes", "adafactor"])
+def test_optimizers_draw_on_the_host(tmp_path, name):
+    states, model = [], None
+    for until in (3, 5):
+        with torch.device("cpu"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(9, 12), nn.Linear(12, 5))
+        model = model.to("played")
+        optimizer = named_optimizers.OPTIMIZERS[name](model)
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=99) as checkpointer:
+            assert checkpointer.resume() == len(states)
+            for state in states[-1:]:
+                assert same({k: v.cpu() for k, v in model.state_dict().items()}, state)
+            while checkpointer.steps_done < until:
+                x = torch.ones(2, 9, device="cpu").to("played") * (checkpointer.steps_done + 1)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+                states.append({k: v.detach().cpu().clone() for k, v in model.state_dict().items()})
+            checkpointer.wait()
+            checkpointer.close(save=False)

@@ -179,7 +179,7 @@ def dynamic_map(signed: bool) -> torch.Tensor:
         count = 2**decade * (1 if signed else 2)
         middles = [10.0 ** (decade - 6) * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]
         values += middles + ([-value for value in middles] if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 def encode(value: torch.Tensor, signed: bool, step: int, salt: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -114,7 +114,9 @@ class Slots:
             name: torch.zeros(form.shape, dtype=form.dtype, device=device)
             for name, form in self.tensors.items()
         }
-        return made | {name: torch.zeros((), dtype=dtype) for name, dtype in self.scalars.items()}
+        return made | {
+            name: torch.zeros((), dtype=dtype, device="cpu") for name, dtype in self.scalars.items()
+        }
 
 
 def master_bits_of(group: Group) -> int:
@@ -124,7 +126,7 @@ def master_bits_of(group: Group) -> int:
 
 def anew(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that remains of ``held`` when optimizer state begins anew: a seed, if there was one."""
-    return {STEP: torch.tensor(0.0), SEED: held[SEED]} if SEED in held else {}
+    return {STEP: torch.tensor(0.0, device="cpu"), SEED: held[SEED]} if SEED in held else {}
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -207,8 +207,8 @@ def _trial(
 ) -> dict[str, torch.Tensor]:
     """Return parameter and state after three steps from fixed values, computed slice by slice."""
     generator = torch.Generator().manual_seed(1)
-    start = torch.randn(ELEMENTS, generator=generator)
-    grads = [torch.randn(ELEMENTS, generator=generator) for _ in range(3)]
+    start = torch.randn(ELEMENTS, generator=generator, device="cpu")
+    grads = [torch.randn(ELEMENTS, generator=generator, device="cpu") for _ in range(3)]
     results: list[dict[str, torch.Tensor]] = []
     for part in slices:
         param = nn.Parameter(start[part].clone())
@@ -226,8 +226,8 @@ def _trial(
 
 def _check_whole(kind: Kind, group: Mapping[str, Any]) -> None:
     """Raise ``OptimizerNotSupported`` unless the optimizer keeps the expected state; torch's may change."""
-    param = nn.Parameter(torch.ones(5, 7))
-    param.grad = torch.ones(5, 7)
+    param = nn.Parameter(torch.ones(5, 7, device="cpu"))
+    param.grad = torch.ones(5, 7, device="cpu")
     private = kind.of([param], **group)
     private.step()
     slots = kind.slots((5, 7))

@@ -45,8 +45,8 @@ class ProjectedOptimizer(ShapedStateOptimizer):
         super().add_param_group(param_group)
         for number, param in enumerate(param_group["params"], place):
             if "seed" in self.forms(param_group, tuple(param.shape)).scalars:
-                seed = torch.tensor(drawn(param_group["seed"], number))
-                self.state[param] = {STEP: torch.tensor(0.0), "seed": seed}
+                seed = torch.tensor(drawn(param_group["seed"], number), device="cpu")
+                self.state[param] = {STEP: torch.tensor(0.0, device="cpu"), "seed": seed}
 
     @classmethod
     def forms(cls, group: Group, shape: tuple[int, ...]) -> Slots:
@@ -163,7 +163,7 @@ def apollo_mini(
 def projection(rank: int, rows: int, seed: int) -> torch.Tensor:
     """Return ``rank`` rows of normal numbers of variance ``1 / rank``, drawn on the host: equal on all devices."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rank, rows, generator=generator) / math.sqrt(rank)
+    return torch.randn(rank, rows, generator=generator, device="cpu") / math.sqrt(rank)
 
 
 def _limit(update: torch.Tensor, norm: torch.Tensor) -> None:
@@ -282,7 +282,9 @@ def sampled_rows(norms: torch.Tensor, count: int, seed: int) -> tuple[torch.Tens
     """
     if not norms.sum() > 0:  # all norms are zero, or one is not a number
         norms = torch.ones_like(norms)
-    chances = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    chances = torch.rand(
+        count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu"
+    )
     upto = norms.cumsum(0)
     total = upto[-1:]
     rows = torch.searchsorted(upto, chances * total, right=True).clamp_(max=len(norms) - 1).sort().values

@@ -51,7 +51,7 @@ class SplitMaster:
 
     def joined(self) -> torch.Tensor:
         """Return the values in fp32, in memory of their own."""
-        values = torch.empty(self.elements, dtype=torch.float32)
+        values = torch.empty(self.elements, dtype=torch.float32, device="cpu")
         bits = values.numpy().view(np.uint32)
         for start in range(0, self.elements, SLICE):
             stop = min(start + SLICE, self.elements)

@@ -66,7 +66,10 @@ class MeZO(ShapedStateOptimizer):
         super().add_param_group(param_group)
         for number, param in enumerate(param_group["params"], place):
             seed = _drawn(param_group["seed"], number)
-            self.state[param] = {STEP: torch.tensor(0.0), SEED: torch.tensor(seed)}
+            self.state[param] = {
+                STEP: torch.tensor(0.0, device="cpu"),
+                SEED: torch.tensor(seed, device="cpu"),
+            }
 
     @staticmethod
     def forms(group: Group, shape: tuple[int, ...]) -> Slots:
@@ -186,7 +189,7 @@ def noise(seed: int, step: int, start: int, stop: int) -> torch.Tensor:
     ``seed`` is the parameter's seed, ``step`` the number of steps that it has done.
     """
     generator = torch.Generator().manual_seed(_drawn(seed, step, start // SLICE_ELEMENTS))
-    return torch.randn(stop - start, generator=generator)
+    return torch.randn(stop - start, generator=generator, device="cpu")
 
 
 def epsilon_of(groups: Sequence[Mapping[str, Any]]) -> float:

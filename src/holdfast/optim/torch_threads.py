@@ -42,7 +42,7 @@ def keep_torch_threads() -> None:
         torch.get_num_threads()
         for dtype in (torch.float32, torch.float64):
             for function in (torch.sqrt, torch.exp, torch.log, torch.tanh):
-                function(torch.ones(1, dtype=dtype))
+                function(torch.ones(1, dtype=dtype, device="cpu"))
 
 
 def set_torch_threads(count: int) -> None:

@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from cli.conftest import holdfast  # noqa: F401
 from cli.test_chats import arguments, folder, interrupted, write_chats  # noqa: F401
 from cli.test_quantised_training import stored_adapter
 from formats.test_experts import qwen3_moe

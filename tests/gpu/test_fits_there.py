@@ -15,6 +15,7 @@ from training import batches, decoder, differing, state_of, stored
 transformers = pytest.importorskip("transformers")
 
 from gpu.test_cases import SIZES, llama, words  # noqa: E402
+from tiny_folders import write_folder, write_quantised  # noqa: E402
 
 STEPS = 4
 
@@ -152,3 +153,31 @@ def test_a_device_holds_no_more_than_was_planned(tmp_path, device, what):
         found = held_bytes(device) - before
     assert losses[2] < losses[0]
     assert found <= 1.1 * planned, f"{found / planned:.2f} of {planned} planned bytes, {before} before"
+
+
+BASES = [("plain", "bf16"), ("fp8", "fp32"), ("fp8", "bf16"), ("torchao", "fp32")]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.usefixtures("same_bits")
+@pytest.mark.parametrize(("kind", "dtype"), BASES)
+def test_a_referenced_base_gives_the_same_bits_wherever_state_stays(tmp_path, device, kind, dtype):
+    """Read in every pass from its folder, in the form that it has there, also after a resume."""
+    peft = pytest.importorskip("peft")
+    folder = write_folder(tmp_path / "plain") if kind == "plain" else write_quantised(tmp_path / kind, kind)
+
+    def train(name, steps, where, way="mixed", reference=True):
+        model, weights = holdfast.pretrained(folder, reference=reference)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+        options = grouped(dtype=dtype, device=where, **PLACEMENTS[way])
+        with holdfast.offload(model, fused(model), tmp_path / name, source=weights, **options) as engine:
+            return [engine.step(words(step, 2)) for step in steps], engine.state_dict(trained=True)
+
+    expected, adapters = train("whole", range(3), device, "host", reference=False)
+    found, _ = train("run", range(2), device)
+    last, state = train("run", range(2, 3), device, "ssd")
+    assert found + last == expected
+    assert adapters and differing(state, adapters) == []
+    here, _ = train("here", range(3), "cpu")
+    assert expected == pytest.approx(here, rel=1e-4 if dtype == "fp32" else 0.02)

@@ -1,0 +1,143 @@
+"""Trainers out of core on a device: the numbers of the same script in memory there, stopped and continued.
+
+Where there is no device, each case runs on the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from transformers import Trainer
+
+from holdfast.integrations import accelerate as with_accelerate
+from holdfast.integrations.transformers import offloaded
+from integrations_interrupt import Interrupt, Interrupted, close_engines
+from offloaded_loop_script import NORM
+from offloaded_loop_script import train as loop
+from offloaded_script import everything, logged, make
+
+pytestmark = [
+    pytest.mark.usefixtures("same_bits"),
+    pytest.mark.filterwarnings("ignore:.*use_cache was switched off"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(7)
+    yield
+    close_engines()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def assert_close(mine, theirs, rel=1e-3):
+    assert len(mine) == len(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one == pytest.approx(other, rel=rel, abs=1e-6)
+
+
+def on_host(model):
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+def same_weights(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "dataloader_pin_memory": True}], ids=["fp32", "bf16"])
+def test_trainer_logs_what_it_logs_in_memory(tmp_path, cuda_or_host, options):
+    options = {
+        "use_cpu": cuda_or_host == "cpu", "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2,
+        **options,
+    }  # fmt: skip
+    plain, trainer = (
+        make(Trainer, tmp_path / "a", **options),
+        make(offloaded(Trainer), tmp_path / "b", **options),
+    )
+    for each in (plain, trainer):
+        each.train()
+    mine, theirs = ([e["loss"] for e in logged(each) if "loss" in e] for each in (trainer, plain))
+    assert_close(mine, theirs, 0.02 if options.get("bf16") else 1e-3)
+    saved = trainer.engine.state_dict()
+    assert all(value.device.type == "cpu" for value in saved.values())
+    assert trainer.engine._run.device.torch_device.type == cuda_or_host
+    trainer.engine.close()
+    if not options.get("bf16"):
+        same_weights(on_host(trainer.model), on_host(plain.model))
+
+
+def test_an_interrupted_trainer_ends_the_same(tmp_path, cuda_or_host):
+    options = {"use_cpu": cuda_or_host == "cpu"}
+    whole = make(offloaded(Trainer), tmp_path / "whole", **options)
+    whole.train()
+    expected = everything(whole)
+    cut = make(offloaded(Trainer), tmp_path / "cut", callbacks=[Interrupt(5, "on_step_end")], **options)
+    with pytest.raises(Interrupted):
+        cut.train()
+    close_engines()
+    torch.manual_seed(7)
+    again = make(offloaded(Trainer), tmp_path / "cut", **options)
+    again.train()
+    found = everything(again)
+    for name, value in expected["model"].items():
+        assert torch.equal(found["model"][name].cpu(), value.cpu()), name
+    assert found["logged"] == expected["logged"]
+
+
+def test_a_loop_of_accelerate_has_the_numbers_of_one_in_memory(tmp_path, cuda_or_host):
+    def script(kind):
+        torch.manual_seed(7)
+        return loop(lambda **given: kind(**{**given, "cpu": cuda_or_host == "cpu"}), evaluates=True)
+
+    plain = script(Accelerator)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    mine = script(partial(with_accelerate.offloaded(Accelerator, tmp_path / "run", clipping=NORM)))
+    for name in ("losses", "norms", "rates", "evaluated"):
+        assert_close(getattr(mine, name), getattr(plain, name))
+    same_weights(
+        {name: value.cpu() for name, value in mine.weights.items()},
+        {name: value.cpu() for name, value in plain.weights.items()},
+    )
+
+
+def test_lightning_has_the_numbers_of_a_fit_in_memory(tmp_path, cuda_or_host):
+    pytest.importorskip("lightning")
+    from holdfast.integrations.lightning import OffloadedStrategy
+    from integrations.test_offloaded_lightning import fit
+
+    on_device = {"accelerator": "cpu" if cuda_or_host == "cpu" else "gpu"}
+    _, theirs, expected = fit(tmp_path, **on_device)
+    torch.manual_seed(7)
+    there = "cpu" if cuda_or_host == "cpu" else "cuda:0"
+    _, module, told = fit(tmp_path, strategy=OffloadedStrategy(tmp_path / "run", device=there), **on_device)
+    for mine, other in zip(told, expected, strict=True):
+        assert mine == pytest.approx(other, rel=1e-3)
+    same_weights(on_host(module), on_host(theirs))
+
+
+def test_trl_has_the_log_of_a_script_in_memory(tmp_path, cuda_or_host):
+    pytest.importorskip("trl")
+    from integrations.test_offloaded_trl import sft
+    from tiny_folders import write_folder
+
+    folder = write_folder(tmp_path / "llama", dtype=torch.float32)
+    told = []
+    for kind, name in ((lambda cls: cls, "plain"), (offloaded, "mine")):
+        trainer = sft(kind, folder, tmp_path / name, adapters=True, use_cpu=cuda_or_host == "cpu")
+        trainer.train()
+        told.append([entry["loss"] for entry in logged(trainer) if "loss" in entry])
+    assert_close(told[1], told[0])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from holdfast.config import QuantizationConfig
 from holdfast.models import quantise_folder as packing
-from support.adapter_runs import logits, losses, train_adapters
+from support.adapter_runs import logits, losses, stored_adapter, train_adapters
 from training import differing
 
 transformers = pytest.importorskip("transformers")
@@ -149,19 +149,6 @@ def test_a_run_packs_its_base_resumes_and_is_exported(tmp_path, train, holdfast,
     expected = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
     assert differing(merged.state_dict(), expected.state_dict()) == []
     assert torch.equal(logits(merged.eval()), logits(expected.eval()))
-
-
-def stored_adapter(run):
-    """What ``convert`` has of the run, as its files may be references that no other tool reads."""
-    from holdfast.cli.runs import open_run
-    from holdfast.formats.restore import read_tensors
-    from holdfast.opening import source_of
-    from holdfast.state.layout.regions import Region
-
-    source = source_of(str(run), open_run)
-    wanted = {key: each for key, each in source.atoms.items() if "lora_" in key and key.endswith("/param")}
-    tensors = read_tensors(source, [(each, Region.whole(each.atom.shape)) for each in wanted.values()])
-    return dict(zip(wanted, tensors))
 
 
 @pytest.mark.slow

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from support.adapter_runs import losses, train_adapters
+from support.adapter_runs import losses, stored_adapter, train_adapters
 from training import differing, stored
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-pytest.importorskip("bitsandbytes")
 
 from cli.test_chats import arguments, folder, interrupted, write_chats  # noqa: F401
-from cli.test_quantised_training import stored_adapter
 from formats.test_experts import qwen3_moe
 from tiny_folders import TEXT, write_folder, write_quantised, write_tokenizer
 
@@ -37,6 +35,8 @@ SETTINGS = {
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_adapters_train_and_continue_bit_for_bit(tmp_path, holdfast, cuda_or_host, kind):
+    if kind in ("nf4", "int8"):
+        pytest.importorskip("bitsandbytes")
     base = write_quantised(tmp_path, *PACKED[kind]) if kind in PACKED else write_folder(tmp_path / "folder")
     if kind in PACKED:
         write_tokenizer(base)

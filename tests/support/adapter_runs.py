@@ -33,3 +33,16 @@ def losses(run):
 def logits(model):
     with torch.no_grad():
         return model.eval()(torch.arange(20)[None] * 13 % 300).logits
+
+
+def stored_adapter(run):
+    """What ``convert`` has of the run, as its files may be references that no other tool reads."""
+    from holdfast.cli.runs import open_run
+    from holdfast.formats.restore import read_tensors
+    from holdfast.opening import source_of
+    from holdfast.state.layout.regions import Region
+
+    source = source_of(str(run), open_run)
+    wanted = {key: each for key, each in source.atoms.items() if "lora_" in key and key.endswith("/param")}
+    tensors = read_tensors(source, [(each, Region.whole(each.atom.shape)) for each in wanted.values()])
+    return dict(zip(wanted, tensors))

@@ -14,10 +14,20 @@ from training import batches, decoder, differing, state_of, stored
 
 transformers = pytest.importorskip("transformers")
 
+from gpu.conftest import ON_CUDA  # noqa: E402
 from gpu.test_cases import SIZES, llama, words  # noqa: E402
 from tiny_folders import write_folder, write_quantised  # noqa: E402
 
 STEPS = 4
+PLAYED = pytest.param("played", marks=pytest.mark.campaign)
+"""tests/offload shows the same on the CPU."""
+
+
+@pytest.fixture(params=[ON_CUDA] if torch.cuda.is_available() else [PLAYED])
+def device(request):
+    if request.param == "played":
+        request.getfixturevalue("played")
+    return request.param
 
 
 def plain_loop(make, optimizer_of, device, data=batches, steps=STEPS):

@@ -45,6 +45,7 @@ from test_checkpointer_torch_optimizers import changed_by_a_kill
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),
+    pytest.mark.timeout(240),  # some start a process after the other, each of which makes a context
 ]
 
 HERE = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")

@@ -43,7 +43,8 @@ def held(configurations, model, optimizers):
 
 def alike(one, other):
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+        kinds = [(each.dtype, each.device, each.stride()) for each in (one, other)]
+        return kinds[0] == kinds[1] and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

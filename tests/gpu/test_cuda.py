@@ -170,7 +170,11 @@ def test_device_memory_does_not_grow_with_the_number_of_blocks(tmp_path):
         model = Decoder(config)
         torch.cuda.reset_peak_memory_stats()
         with holdfast.offload(
-            model, torch.optim.AdamW(model.parameters()), tmp_path / str(blocks), device="cuda"
+            model,
+            torch.optim.AdamW(model.parameters()),
+            tmp_path / str(blocks),
+            device="cuda",
+            placement=holdfast.Placement(activations_on_host=1.0, recomputed_fraction=1.0),
         ) as engine:
             for step in range(2):
                 engine.step(batches(step))

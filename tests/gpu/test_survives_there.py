@@ -677,7 +677,8 @@ def test_no_step_waits_for_the_device(tmp_path, kind, every):
                 script.train(x)
                 where.append(f"{len(told) - 1} after the iteration of step {checkpointer.steps_done + 1}")
                 checkpointer.step()
-    waits = [text for thread, text in told if thread == current_thread().name and "synchroniz" in text]
+    here = [text for thread, text in told if thread == current_thread().name]
+    waits = [text for text in here if "synchroniz" in text and "prototype feature" not in text]
     assert not waits, (waits, where)
 
 

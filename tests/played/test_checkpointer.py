@@ -571,3 +571,45 @@ def test_training_waits_for_events_alone(tmp_path, options):
             checkpointer.step()
         here = threading.current_thread().name
         assert [wait for wait in PLAYED.hidden_waits if wait.endswith(here)] == []
+
+
+class CountsThere(torch.optim.SGD):
+    """Has a step count on the device, as ASGD, and a product on the host, as NAdam."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            slots = self.state[parameter]
+            if not slots:
+                slots["step"] = torch.zeros((), device=parameter.device)
+                slots["mu_product"] = torch.ones(())
+            slots["step"] += 1
+            slots["mu_product"] *= 0.9
+        super().step(closure)
+
+
+@pytest.mark.parametrize("replica", [False, True])
+def test_state_of_an_optimizer_comes_back_to_where_it_was(tmp_path, monkeypatch, replica):
+    def script():
+        made = Script()
+        made.optimizer = CountsThere(made.model.parameters(), lr=0.01, foreach=False)
+        return made
+
+    def places(made):
+        slots = made.optimizer.state.values()
+        return [{name: value.device.type for name, value in each.items()} for each in slots]
+
+    first, root = script(), tmp_path / "run"
+    beside = {"replica": forked(monkeypatch, tmp_path)} if replica else {}
+    with Checkpointer(root, model=first.model, optimizer=first.optimizer, **beside) as checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            first.step(i)
+            checkpointer.step()
+            if i == 1:
+                checkpointer.save()
+    assert places(first)[0] == {"step": HERE.type, "mu_product": "cpu"}
+    for step in (3, 2):
+        again = script()
+        with Checkpointer(root, model=again.model, optimizer=again.optimizer) as checkpointer:
+            assert checkpointer.resume(step=step) == step
+            assert places(again) == places(first)

@@ -342,6 +342,7 @@ class Lineage:
             wanted = each.owners | ({RESIDUAL} if stream == with_buffers else set())
             later = {unit for units in each.later.values() for unit in units}
             state.layouts |= each.share.progress.get("layouts", {})
+            state.places |= each.share.progress.get("places", {})
             state.rebound |= state.carried.intersection(self.progress(0).get("rebound", ()))
             each.share.load(state, each.share.files.keys() - later, wanted, self.watch.loaded)
             state.load_standing(each.share.progress, each.owners)

@@ -27,7 +27,7 @@ from ...state.layout.flat_ranges import AnyRegion
 from ...state.layout.overlaps import key_names
 from ...state.layout.ownership import local_of
 from ...state.layout.regions import Region
-from ...state.live_state import LiveState, Rounds, counts_on_host
+from ...state.live_state import LiveState, Rounds
 from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.progress import hyper_parameters
 from ..capture import device_staging
@@ -112,8 +112,8 @@ class RankState(LiveState):
     def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> StagedOnDevice:
         stays = self._on_host.get(name)
         if stays is None:  # it was loaded to where a new optimizer would have it
-            group = optimizer.param_groups[self.parameter(name).group or 0]
-            stays = {"step"} if counts_on_host(group) else set()
+            slots = {"step", *optimizer.state.get(parameter, ())}
+            stays = {slot for slot in slots if self._stays_on_host(name, slot)}
         device = self._devices[name]
         return StagedOnDevice(parameter, optimizer, device, stays, self._homes.get(device))
 

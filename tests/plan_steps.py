@@ -16,6 +16,7 @@ from holdfast.schedule.horizontal import horizontal
 from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.operations import Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
+from holdfast.schedule.step_builder import STAYING_BYTES
 from holdfast.schedule.vertical import vertical
 from holdfast.schedule.work import (
     CLIPPING,
@@ -31,6 +32,8 @@ from holdfast.schedule.work import (
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 LISTS = {**SCHEDULES, "zeroth": lambda *step: zeroth(*whole(step))}
 Step = tuple[Work, BlockPlacement, StepShape]
+LARGE = STAYING_BYTES + 1
+"""Bytes of a block input that does not stay on a separate device."""
 
 
 def uneven(count: int, unified: bool = True) -> Work:
@@ -165,7 +168,8 @@ def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, BlockPlac
         placement = BlockPlacement.fractions(
             count, params=fraction, optimizer=fraction, activations=fraction, gradients=fraction
         )
-        yield uneven(count, unified), placement, shape
+        work = uneven(count, unified)
+        yield replace(work, input_bytes=LARGE) if fraction == 0.5 else work, placement, shape
 
 
 @st.composite
@@ -197,6 +201,7 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
         work = replace(work, tied_block=0)
     work = tiled(work) if draw(st.booleans()) else work
     work = loud(work) if draw(st.booleans()) else work
+    work = replace(work, input_bytes=LARGE) if draw(st.booleans()) else work
     return split(work) if draw(st.booleans()) else work, placement, shape
 
 

@@ -7,8 +7,11 @@
 
 * speed: tokens per second of a model that stays on the device, of the engine in both orders, and of DeepSpeed's ZeRO-3
   with parameters and optimizer on the host, where that package can be imported; ``--cases`` leaves some out
-* overlap: the part of the time of copies during which something is computed, by torch's profiler; and how long the
-  operations of each kind took in a step, by the engine's own clock: what takes as long as the step is what binds
+* overlap: the part of the time of copies during which something is computed, by torch's profiler; how long the
+  operations of each kind took in a step, by the engine's own clock: what takes as long as the step is what binds; and
+  whether the host starts kernels in time: the computations of a step, how long the host was at each, how much of that
+  its thread computed (the rest it waited, for Python or for autograd's thread), and the part of a step in which kernels
+  ran
 * memory: the device's and pinned memory at their peaks against the plan
 * curves: losses of the resident model and of the engine from the same weights
 * kill: the engine is killed (SIGKILL), resumes, and has the losses of a run that was not
@@ -163,7 +166,21 @@ def overlap(options: argparse.Namespace, case) -> dict:
     rows += [(kind, "", f"{seconds * 1e3:.1f} ms") for kind, seconds in busy.items()]
     told = ", ".join(f"{name} {one['hidden']:.1%} hidden" for name, one in found.items()) or "no device"
     longest = ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in [*busy.items()][:3])
-    return {"overlap": found, "busy_seconds": busy, "rows": rows, "told": f"{told}; longest: {longest}"}
+    host, kernels = said["host"], said["kernel_seconds"]
+    for kind, one in host.items():
+        rows.append(
+            (
+                f"host: {kind}",
+                f"{one['count']:.0f} a step",
+                f"{one['ms']:.2f} ms, {one['cpu_ms']:.2f} computed",
+            )
+        )
+    busy_part = kernels / statistics.median(said["seconds"])
+    rows.append(("kernels ran", f"{busy_part:.1%}", f"{kernels * 1e3:.1f} ms a step"))
+    each = ", ".join(f"{kind} {one['ms']:.2f} ms" for kind, one in host.items())
+    told = f"{told}; longest: {longest}; kernels ran {busy_part:.1%} of a step; host: {each}"
+    result = {"overlap": found, "busy_seconds": busy, "host": host, "kernel_seconds": kernels}
+    return {**result, "kernel_busy": busy_part, "rows": rows, "told": told}
 
 
 def memory(options: argparse.Namespace, case) -> dict:
@@ -260,7 +277,8 @@ def run_case(options: argparse.Namespace) -> None:
         print(json.dumps({"loss": loss}), flush=True)
     if options.profiled:
         result["busy_seconds"] = busy(options, training)
-        result["overlap"] = profiled(options, training)
+        result["host"] = at_host(options, training)
+        result |= profiled(options, training)
     print(json.dumps({**result, "seconds": seconds, **training.close()}), flush=True)
 
 
@@ -423,8 +441,37 @@ def busy(options: argparse.Namespace, training: OutOfCore, steps: int = 3) -> di
     return dict(total.most_common())
 
 
+def at_host(options: argparse.Namespace, training: OutOfCore, steps: int = 3) -> dict[str, dict[str, float]]:
+    """By kind of computation: how many a step has, and the time and processor time of the thread that starts one."""
+    handlers = training.engine._executor._handlers
+    spent: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
+
+    def timed(kind: str, handler):
+        def handle(op, step):
+            wall, cpu = time.perf_counter(), time.thread_time()
+            over = handler(op, step)
+            spent[kind].append((time.perf_counter() - wall, time.thread_time() - cpu))
+            return over
+
+        return handle
+
+    before = {kind: handlers[kind] for kind in spent}
+    handlers.update({kind: timed(kind, handler) for kind, handler in before.items()})
+    for step in range(steps):
+        training.step(batches(options, step))
+    handlers.update(before)
+    means = {kind: [1e3 * statistics.mean(each) for each in zip(*times)] for kind, times in spent.items()}
+    return {
+        kind: {"count": len(spent[kind]) / steps, "ms": wall, "cpu_ms": cpu}
+        for kind, (wall, cpu) in means.items()
+    }
+
+
 def profiled(options: argparse.Namespace, training: OutOfCore, steps: int = 3) -> dict:
-    """Copies of some steps that follow each other: seconds, and the part of them during which a kernel ran."""
+    """Copies of some steps that follow each other: seconds, and the part of them during which a kernel ran.
+
+    Also the time of a step in which kernels ran.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CUDA] if options.device == "cuda" else [ProfilerActivity.CPU]
@@ -433,7 +480,9 @@ def profiled(options: argparse.Namespace, training: OutOfCore, steps: int = 3) -
             training.step(batches(options, step))
     trace = Path(options.folder) / "trace.json"
     profiler.export_chrome_trace(str(trace))
-    return hidden(json.loads(trace.read_text())["traceEvents"])
+    events = json.loads(trace.read_text())["traceEvents"]
+    kernels = sum(end - start for start, end in joined(spans(events, "kernel", ""))) / 1e6
+    return {"overlap": hidden(events), "kernel_seconds": kernels / steps}
 
 
 def hidden(events: list[dict]) -> dict:

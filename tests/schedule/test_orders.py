@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from holdfast.schedule import operations
 from holdfast.schedule.operations import GUESS, Key, as_guessed
+from holdfast.schedule.step_builder import STAYING_BYTES
 from holdfast.schedule.work import BlockPlacement, StepShape, Work
 from plan_steps import SCHEDULES, Order, grid, keys, steps
 from support.schedules import check_schedule
@@ -73,7 +74,8 @@ def expected_traffic(
         if not placement.activations[i] and i < n - 1 and not kept:
             moved["load_input"] += m * s
             moved["store_input"] += m * s
-    moved |= between_blocks(order, n, m, s, shape.order == "snake")
+    stay = not work.unified and s * m <= STAYING_BYTES
+    moved |= between_blocks(order, n, m, s, shape.order == "snake", stay)
     if n > 1:
         moved["upload_input"] -= sum(is_kept(shape, i, n) for i in range(n)) * m * s
     if shape.commit or not placement.saving.resident_state:
@@ -103,10 +105,11 @@ def is_guessed(order: str, shape: StepShape, block: int, n: int) -> bool:
     return order == "vertical" and shape.clipping == "speculate" and not is_delayed(shape, block, n)
 
 
-def between_blocks(order: str, n: int, m: int, s: int, snake: bool) -> dict[str, int]:
-    """In the horizontal order the last block's inputs and the gradients between blocks never leave. A snake saves
-    three transfers where it turns, and the last block's first input needs not be kept."""
-    if order == "horizontal":
+def between_blocks(order: str, n: int, m: int, s: int, snake: bool, stay: bool) -> dict[str, int]:
+    """In the horizontal order, and where all stay on a separate device, the last block's inputs and the gradients
+    between blocks never leave, and other inputs come back for the backward pass alone. A snake saves three transfers
+    where it turns, and the last block's first input needs not be kept."""
+    if order == "horizontal" or (stay and n > 1):
         return {"download_input": (n - 1) * m * s, "upload_input": (n - 1) * m * s}
     if n == 1:
         return {}

@@ -18,7 +18,7 @@ from typing import Any
 from ..quantities import MiB
 from . import operations
 from .operations import Hold, Key, Op
-from .work import BlockPlacement, StepShape, Work, delayed_blocks, kept_blocks
+from .work import BlockPlacement, StepShape, Work, delayed_blocks, kept_blocks, micro_batches
 
 PARAM_SLOTS = 2
 """Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
@@ -40,6 +40,8 @@ OUTPUT_SLOTS = 4
 """Tensors on their way from a separate device: two per computation, as many as block 0 makes."""
 AS_LISTED = -1
 """Number of slots that a class holds at once if its operations run one after another, in list order."""
+STAYING_BYTES = 512 * MiB
+"""The most device memory that tensors between two blocks take, of all micro-batches, where they stay on the device."""
 LEAD_BYTES = 64 * MiB
 """The size of a block input up to which computations on it may be too short for the host to start the next in time."""
 
@@ -53,6 +55,14 @@ def device_input_slots(input_bytes: float) -> int:
     return DEVICE_SLOTS + (2 if 0 < input_bytes <= LEAD_BYTES else 0)
 
 
+def tensors_stay(input_bytes: float, micro_batches: int) -> bool:
+    """Return whether what flows between two blocks stays on a separate device until the next block uses it.
+
+    That takes the inputs of all micro-batches at once, and saves three copies of five. An unknown size is given as 0.
+    """
+    return 0 < input_bytes * micro_batches <= STAYING_BYTES
+
+
 @dataclass(kw_only=True)
 class StepBuilder:
     """A growing list of operations for one step of ``work``."""
@@ -64,8 +74,8 @@ class StepBuilder:
     """True if gradients of every block wait for the end of the backward pass."""
     in_flight: int = 1
     """Number of micro-batches that are between two blocks at once."""
-    keeps_last_input: bool = False
-    """True if the last block's input leaves the device before it is used."""
+    block_by_block: bool = False
+    """True if all micro-batches of a training step go through a block before any goes through the next."""
     training: bool = True
     """True for a training step. An evaluation keeps an input only until it is used."""
     ops: list[Op] = field(default_factory=list)
@@ -86,6 +96,27 @@ class StepBuilder:
         """Return the tied block, if a pass over ``block`` uses its parameters besides its own."""
         tied = self.work.tied_block
         return () if tied is None or block != self.last else (tied,)
+
+    @cached_property
+    def all_stay(self) -> bool:
+        """True if every input and gradient is still on a separate device when the next block needs it."""
+        there = self.block_by_block and not self.work.unified
+        return there and tensors_stay(self.work.input_bytes, self.in_flight)
+
+    @property
+    def output_slots(self) -> int:
+        """Number of tensors that flow between blocks and are on a separate device because a computation made them."""
+        return OUTPUT_SLOTS + (self.in_flight if self.all_stay else 0)
+
+    def input_stays(self, block: int, micro_batch: int) -> bool:
+        """Return whether the input of ``block`` is still on the device when ``block`` needs it."""
+        first = self.shape.order == "snake" and micro_batch == micro_batches(self.shape, block)[0]
+        return block > 0 and (first or self.all_stay)
+
+    def grad_stays(self, block: int, micro_batch: int) -> bool:
+        """Return whether the gradient of the block's input is still on the device when the block before needs it."""
+        last = self.shape.order == "snake" and micro_batch == micro_batches(self.shape, block)[-1]
+        return block > 0 and (last or self.all_stay)
 
     @cached_property
     def delayed(self) -> tuple[bool, ...]:
@@ -183,7 +214,8 @@ class StepBuilder:
         """Number of block inputs that stay in host memory until their backward."""
         if self.count == 1:
             return 0
-        rows = self.last - self.spilled_rows + (self.keeps_last_input and not self.spilled_rows)
+        leaves = self.block_by_block and not self.all_stay  # the last block's inputs, before they are used
+        rows = self.last - self.spilled_rows + (leaves and not self.spilled_rows)
         return rows * self.in_flight
 
     @cached_property

@@ -19,12 +19,10 @@ from .step_builder import (
     AS_LISTED,
     DEVICE_SLOTS,
     INPUT_SLOTS,
-    OUTPUT_SLOTS,
     PARAM_SLOTS,
     StepBuilder,
     device_input_slots,
 )
-from .work import grad_stays, input_stays
 
 
 def on_ssd(s: StepBuilder, block: int) -> bool:
@@ -41,13 +39,13 @@ def made(s: StepBuilder, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hol
     for block in blocks:
         if s.work.unified or not used_at_once(s, block, micro_batch):
             held += (_held(s, block, micro_batch),)
-        held += s.on_device(("device_outputs", block, micro_batch), s.work.input_bytes, OUTPUT_SLOTS)
+        held += s.on_device(("device_outputs", block, micro_batch), s.work.input_bytes, s.output_slots)
     return held
 
 
 def used_at_once(s: StepBuilder, block: int, micro_batch: int) -> bool:
     """Return whether the input of ``block`` is on the device when its only computation needs it."""
-    return s.training and block == s.last and input_stays(s.shape, block, micro_batch)
+    return s.training and block == s.last and s.input_stays(block, micro_batch)
 
 
 def keep(s: StepBuilder, block: int, micro_batch: int, made_by: Key) -> None:
@@ -130,8 +128,8 @@ def used_activations(s: StepBuilder, block: int, micro_batch: int) -> tuple[tupl
 def made_grad(s: StepBuilder, block: int, micro_batch: int) -> tuple[Hold, ...]:
     """Return the buffers that a backward computation fills with the gradient of its input."""
     size = s.work.input_bytes
-    on_device = s.on_device(("device_outputs", "grad", block, micro_batch), size, OUTPUT_SLOTS)
-    if on_device and grad_stays(s.shape, block, micro_batch):
+    on_device = s.on_device(("device_outputs", "grad", block, micro_batch), size, s.output_slots)
+    if on_device and s.grad_stays(block, micro_batch):
         return on_device
     return (Hold(("input_grads", block, micro_batch), size, slots=s.in_flight + 1), *on_device)
 
@@ -164,7 +162,7 @@ def fetch_grad(s: StepBuilder, block: int, micro_batch: int) -> Key:
 
 def used_grad(s: StepBuilder, block: int, micro_batch: int) -> tuple[tuple, ...]:
     """Return the buffers of an input's gradient that are given back by the computation which used it."""
-    if not s.work.unified and grad_stays(s.shape, block, micro_batch):
+    if not s.work.unified and s.grad_stays(block, micro_batch):
         return (("device_outputs", "grad", block, micro_batch),)
     return (("input_grads", block, micro_batch), *s.off_device(("device_input_grads", block, micro_batch)))
 

@@ -256,10 +256,12 @@ def _reduce_resident(s: StepBuilder) -> Key:
 def states_written(s: StepBuilder, block: int) -> tuple[Key, ...]:
     """Return what the first computation of a pass over ``block`` needs that takes the place of states.
 
-    Slots bound the buffers of steps of one kind. The previous step may have been of another kind.
+    Slots bound the buffers of steps of one kind. The previous step may have been of another kind. A state that this
+    step has written already was read by it, after the previous step had written it.
     """
     if not s.workspace(block, 0):
         return ()
+    made = {op.key for op in s.ops}
     keys = [
         Key("store_state", block, phase=phase, tile=tile)
         for block in range(s.count)
@@ -269,7 +271,7 @@ def states_written(s: StepBuilder, block: int) -> tuple[Key, ...]:
     ]
     if not s.placement.saving.resident_state:
         keys += [Key("store_resident", tile=tile) for tile in range(len(s.work.resident_tiles))]
-    return tuple(keys)
+    return tuple(key for key in keys if key not in made)
 
 
 def committed(s: StepBuilder) -> tuple[Key, ...]:

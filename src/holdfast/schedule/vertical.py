@@ -14,7 +14,7 @@ from __future__ import annotations
 from . import gradient_parts, transfer_parts, update_parts
 from .operations import Key, Op
 from .step_builder import StepBuilder
-from .work import BlockPlacement, StepShape, Work, grad_stays, input_stays, micro_batches
+from .work import BlockPlacement, StepShape, Work, micro_batches
 
 
 def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
@@ -25,7 +25,7 @@ def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op
         shape=shape,
         keeps_grads=shape.keeps_grads,
         in_flight=shape.micro_batches,
-        keeps_last_input=True,
+        block_by_block=True,
     )
     passes = [("forward", block) for block in range(s.last)]
     passes += [("backward", block) for block in range(s.last, -1, -1)]
@@ -84,7 +84,7 @@ def _forward(s: StepBuilder, block: int, phase: str, uploaded: tuple[Key, ...]) 
     makes = (*((0,) if training and block == 0 else ()), *(() if is_last else (block + 1,)))
     flop = s.work.blocks[block].forward_flop + (s.work.head_flop / 3 if is_last else 0.0)
     for m in order:
-        there = block == 0 or input_stays(s.shape, block, m)
+        there = block == 0 or s.input_stays(block, m)
         works = s.workspace(block, m) if is_last else ()  # of this list, only an evaluation runs the head
         key = s.compute(
             Key(phase, block, m),
@@ -110,7 +110,7 @@ def _forward(s: StepBuilder, block: int, phase: str, uploaded: tuple[Key, ...]) 
         if there and block:
             transfer_parts.keep(s, block, m, key)
         for made in makes:
-            if not input_stays(s.shape, made, m):
+            if not s.input_stays(made, m):
                 transfer_parts.keep(s, made, m, key)
         if training:
             transfer_parts.store(s, block, m)
@@ -149,7 +149,7 @@ def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
                 *(transfer_parts.leave(s, m) if is_last else ()),
             ),
         )
-        if block and not grad_stays(s.shape, block, m):
+        if block and not s.grad_stays(block, m):
             transfer_parts.keep_grad(s, block, m, key)
     summed = update_parts.check_losses(s) if is_last else Key("backward", block, order[-1])
     gradient_parts.hand_over(s, block, summed, gradient_parts.host_buffer(s, block))
@@ -169,6 +169,6 @@ def _fetched(s: StepBuilder, block: int, m: int) -> tuple[tuple[Key, ...], tuple
             needs = (transfer_parts.fetch(s, "backward", block, m),)
     if block < s.last:
         given = (*given, *transfer_parts.used_grad(s, block + 1, m))
-        if not grad_stays(s.shape, block + 1, m):
+        if not s.grad_stays(block + 1, m):
             needs = (*needs, transfer_parts.fetch_grad(s, block + 1, m))
     return needs, given

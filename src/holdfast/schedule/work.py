@@ -369,16 +369,6 @@ def micro_batches(shape: StepShape, block: int) -> Sequence[int]:
     return ascending[::-1] if shape.order == "snake" and block % 2 else ascending
 
 
-def input_stays(shape: StepShape, block: int, micro_batch: int) -> bool:
-    """Return whether the input of ``block`` is still on the device when ``block`` needs it."""
-    return shape.order == "snake" and block > 0 and micro_batch == micro_batches(shape, block)[0]
-
-
-def grad_stays(shape: StepShape, block: int, micro_batch: int) -> bool:
-    """Return whether the gradient of the block's input is still on the device when the block before needs it."""
-    return shape.order == "snake" and block > 0 and micro_batch == micro_batches(shape, block)[-1]
-
-
 def delayed_blocks(shape: StepShape, count: int) -> tuple[bool, ...]:
     """Return for each of ``count`` blocks whether it is updated beside the next forward pass.
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ModelNotSupported
 from ...schedule.mezo_schedule import DISPLACED
 from ...schedule.operations import TIED, Op
-from ...schedule.work import input_stays, micro_batches
+from ...schedule.work import micro_batches
 from .. import rng
 from ..memory.block_states import BlockState
 from ..memory.residency import Gradients
@@ -56,7 +56,7 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
             with torch.no_grad():
                 output = _run_block(run, step, m, boundary, args, kwargs)
     _deliver(run, step, m, boundary, output)
-    if block and not input_stays(step.shape, block, m):  # what stayed goes to the host now
+    if block and boundary.host is not None:  # what stayed goes to the host now
         boundary.device = None
 
 

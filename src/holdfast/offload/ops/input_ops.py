@@ -13,7 +13,6 @@ import torch
 
 from ...quantities import PAGE
 from ...schedule.operations import Op
-from ...schedule.work import input_stays
 from ..memory.block_states import as_tensor
 from ..memory.transfer_pool import packed_bytes, unpacked
 from ..model.boundaries import BlockOutput, Boundary
@@ -26,8 +25,8 @@ def download(run: Runtime, op: Op, step: Step) -> None:
     The input is the output of the block before, or, for block 0 and where the order turns, an input that the block has
     used already.
     """
-    block, m, batch = op.key.block, op.key.micro_batch, step.micro_batches[op.key.micro_batch]
-    used = block == 0 or input_stays(step.shape, block, m)
+    block, batch = op.key.block, step.micro_batches[op.key.micro_batch]
+    used = op.needs[0].block == block  # its first need is the computation that made it, or used it
     held: Boundary | BlockOutput = batch.boundaries[block] if used else batch.deliveries[block - 1]
     assert held.device is not None
     stays = run.placement.activations[block] or block == len(run.blocks) - 1

@@ -22,6 +22,7 @@ from ..step_builder import (
     STATE_SLOTS,
     UPDATED_SLOTS,
     device_input_slots,
+    tensors_stay,
 )
 from ..work import tile_count
 from .training_setting import Affine, Setting
@@ -54,7 +55,7 @@ class Phase:
 
 def forward(s: Setting) -> Phase:
     """Return the forward pass, with the delayed updates of the step before."""
-    m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
+    m, size, stay = s.micro_batches, s.input_bytes, _staying(s)
     params, state, inputs, delayed = (
         on_ssd(s, "params"),
         on_ssd(s, "optimizer"),
@@ -67,7 +68,7 @@ def forward(s: Setting) -> Phase:
     return Phase(
         compute_seconds=passes * m * s.forward_seconds,
         updated_elements=delayed * s.elements,
-        up=Affine(passes * ((m - snake) * size + s.param_bytes + s.model.routed.reads(m)[0])),
+        up=Affine(passes * ((m - stay) * size + s.param_bytes + s.model.routed.reads(m)[0])),
         down=Affine(m * size),
         read=passes * (again * params + s.model.routed.reads(m)[0])
         + delayed * (_read_by_update(s, state, _copies_alone(s)) + on_ssd(s, "gradients")),
@@ -78,19 +79,19 @@ def forward(s: Setting) -> Phase:
 
 def backward(s: Setting) -> Phase:
     """Return the backward pass with the recomputation, and the updates that are not delayed."""
-    m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
+    m, size, stay = s.micro_batches, s.input_bytes, _staying(s)
     params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
     has_copy = _copies_alone(s) + (1 - Affine.of("params")) * s.holds_copies
     return Phase(
         compute_seconds=m * s.backward_seconds,
         updated_elements=now * s.elements,
         up=Affine(
-            (2 * m - snake) * size
+            (2 * m - stay) * size
             + s.param_bytes
             + s.model.routed.reads(m)[1]
             + (s.tied_param_bytes + s.tied_grad_bytes) / s.blocks
         ),
-        down=Affine((m - snake) * size + s.grad_bytes + s.tied_grad_bytes / s.blocks),
+        down=Affine((m - stay) * size + s.grad_bytes + s.tied_grad_bytes / s.blocks),
         read=_forward_passes(s) * _spilled(s)
         + params
         + s.model.routed.reads(m)[1]
@@ -180,7 +181,8 @@ def device_bytes(s: Setting) -> float:
 
     The model's own forward holds one block input for each micro-batch.
     """
-    inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS + s.micro_batches) * s.input_bytes
+    brought = (1 if _all_stay(s) else 2) * device_input_slots(s.input_bytes)
+    inputs = (brought + OUTPUT_SLOTS + (1 + _all_stay(s)) * s.micro_batches) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.frozen_resident_bytes
     block = DEVICE_SLOTS * s.largest_param_bytes + s.saving.grad_slots * s.largest_grad_bytes
     block += s.tied_param_bytes + s.tied_grad_bytes
@@ -226,6 +228,17 @@ def frozen_read_bytes(s: Setting) -> Affine:
 
 
 # -- helpers ----------------------------------------------------------------------------------------
+
+
+def _all_stay(s: Setting) -> bool:
+    """Return whether all tensors between two blocks stay on a separate device until they are used."""
+    alone = not (s.machine.device_shares_host or s.method.paper)
+    return alone and tensors_stay(s.input_bytes, s.micro_batches)
+
+
+def _staying(s: Setting) -> int:
+    """Return the number of micro-batches whose tensors between two blocks stay on the device."""
+    return s.micro_batches if _all_stay(s) else int(s.method.order == "snake")
 
 
 def _routed_bytes(s: Setting) -> float:
@@ -283,7 +296,9 @@ def _host_bytes(s: Setting) -> Affine:
     """
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
-    rows = s.units * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
+    last = 0 if _all_stay(s) else m
+    rows = (s.units - 1) * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + last * inputs
+    rows += (0 if _all_stay(s) else m + 1) + m * shares
     held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
     resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
     resident += s.frozen_resident_bytes

@@ -10,7 +10,7 @@ import holdfast
 from support.grouped import grouped
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
-STEPS = 20
+STEPS = 8
 PLACEMENTS = {
     "ssd": {"activations_on_host": 0.0},
     "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
@@ -51,13 +51,13 @@ def by_tokens(micro_batches):
 
 
 @cache
-def plain_loop(num_micro_batches, clip_norm, dropout=0.0):
-    """Losses and norms of ``STEPS`` steps of ordinary PyTorch, and the state after each."""
+def plain_loop(num_micro_batches, clip_norm, dropout=0.0, steps=STEPS):
+    """Losses and norms of ``steps`` steps of ordinary PyTorch, and the state after each."""
     model = model_with_a_frozen_parameter(dropout)
     optimizer = adamw(model, fused=True)
     scheduler, losses, norms, states = warm_up(optimizer), [], [], []
     with holdfast.keyed_rng(model) as keys:
-        for step in range(STEPS):
+        for step in range(steps):
             total = 0.0
             for m, batch in enumerate(batches(step, num_micro_batches)):
                 keys.at(step, m)
@@ -78,7 +78,7 @@ def check(directory, steps, num_micro_batches, clip_norm, dropout=0.0, **options
     """``steps`` steps of the engine have the losses, norms, parameters and optimizer state of the loop."""
     model = model_with_a_frozen_parameter(dropout)
     optimizer = adamw(model)
-    losses, norms, states = plain_loop(num_micro_batches, clip_norm, dropout)
+    losses, norms, states = plain_loop(num_micro_batches, clip_norm, dropout, max(steps, STEPS))
     with holdfast.offload(
         model,
         optimizer,

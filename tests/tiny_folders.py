@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -146,12 +145,13 @@ def in_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix in fp8, and the scale of each tile of it; tiles at the edges are smaller."""
     down, across = tile or weight.shape
-    grid = torch.empty(-(-weight.shape[0] // down), -(-weight.shape[1] // across), dtype=scales)
-    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    for i, j in itertools.product(*map(range, grid.shape)):
-        here = slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across)
-        grid[i, j] = weight[here].abs().max().float() / 448
-        packed[here] = (weight[here].float() / grid[i, j].float()).clamp(-448, 448).to(packed.dtype)
+    rows, columns = -(-weight.shape[0] // down), -(-weight.shape[1] // across)
+    whole = torch.zeros(rows * down, columns * across)
+    whole[: weight.shape[0], : weight.shape[1]] = weight
+    tiles = whole.view(rows, down, columns, across)
+    grid = (tiles.abs().amax((1, 3)) / 448).to(scales)
+    packed = (tiles / grid.float()[:, None, :, None]).clamp(-448, 448).view(whole.shape)
+    packed = packed[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn).contiguous()
     return packed, grid if tile else grid.reshape(())
 
 

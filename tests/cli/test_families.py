@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 import families  # noqa: E402
 from families import FAMILIES, build, micro_batches  # noqa: E402
 
-STEPS = 3
+STEPS = 2
 EACH = [
     pytest.param(name, marks=() if family.quick else pytest.mark.slow) for name, family in FAMILIES.items()
 ]
@@ -87,8 +87,8 @@ def from_folder(name, folder, run):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_family_has_the_bits_of_a_plain_loop(tmp_path, kill_at, holdfast, name):
-    folder, memory, meta, out = (tmp_path / each for each in ("folder", "memory", "meta", "out"))
+def test_family_has_the_bits_of_a_plain_loop(in_memory, kill_at, holdfast, name):
+    folder, memory, meta, out = (in_memory / each for each in ("folder", "memory", "meta", "out"))
     model = build(name)
     model.save_pretrained(folder)
     losses, expected = plain_loop(name, model)
@@ -116,21 +116,21 @@ def with_frozen_experts(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", families.ONE_BY_ONE)
-def test_experts_one_by_one_have_the_bits_of_a_plain_loop(tmp_path, name):
+def test_experts_one_by_one_have_the_bits_of_a_plain_loop(in_memory, name):
     losses, expected = plain_loop(name, with_frozen_experts(build(name)))
-    with opened(name, with_frozen_experts(build(name)), tmp_path, expert_slots=2) as engine:
+    with opened(name, with_frozen_experts(build(name)), in_memory, expert_slots=2) as engine:
         assert steps(name, engine) == losses
-    assert differing(stored(tmp_path), expected) == []
+    assert differing(stored(in_memory), expected) == []
 
 
 @pytest.mark.slow
-def test_experts_one_by_one_are_read_from_their_folder(tmp_path):
+def test_experts_one_by_one_are_read_from_their_folder(in_memory):
     """The parameters of gpt-oss lie there as they are."""
-    name, folder, run = "GptOssForCausalLM", tmp_path / "folder", tmp_path / "run"
+    name, folder, run = "GptOssForCausalLM", in_memory / "folder", in_memory / "run"
     build(name).save_pretrained(folder)
     losses, _ = plain_loop(name, with_frozen_experts(build(name)))
     found = []
-    for stop in (2, STEPS):
+    for stop in (1, STEPS):
         model, weights = library.pretrained(folder, reference=True)
         with opened(name, with_frozen_experts(model), run, source=weights, expert_slots=2) as engine:
             found += steps(name, engine, stop)

@@ -38,13 +38,13 @@ def plan(holdfast, planned):
 
 @pytest.mark.slow
 def test_the_document_is_the_plan(plan):
-    found = plan(*GPT, "--micro-batches", "8")
+    found = plan(*GPT, "--micro-batches", "3")
     case = Case(
         machine=load_machine("a100-80g"),
         model=load_model("gpt-65b"),
         method=Method(clipping="speculate", is_split=True),
     )
-    best = search(case, 8).best
+    best = search(case, 3).best
     chosen = found["chosen"]
     assert chosen["tokens_per_second"] == pytest.approx(best.tokens_per_second)
     assert chosen["step_seconds"] == pytest.approx(best.step_seconds)
@@ -67,7 +67,7 @@ def test_the_document_is_the_plan(plan):
 
 @pytest.mark.slow
 def test_every_option_counts(plan):
-    base = ("--model", "llama-7b", "--machine", "rtx-4090", "--micro-batches", "4", "--clipping", "none")
+    base = ("--model", "llama-7b", "--machine", "rtx-4090", "--micro-batches", "2", "--clipping", "none")
     usual = plan(*base)["chosen"]
     assert plan(*base, "--host", "40GB")["chosen"]["tokens_per_second"] < usual["tokens_per_second"]
     assert plan(*base, "--ssds", "3")["chosen"]["tokens_per_second"] > usual["tokens_per_second"]
@@ -95,20 +95,20 @@ def test_files_are_taken_for_names(plan, tmp_path):
     model.write_text(
         'description = "mine"\nblocks = 80\nwidth = 8192\nheads = 64\nvocabulary = 50257\nmicro_batch = 4\n'
     )
-    mine = plan("--model", model, "--machine", path, "--micro-batches", "4")["chosen"]
-    assert mine == plan(*GPT, "--micro-batches", "4")["chosen"]
+    mine = plan("--model", model, "--machine", path, "--micro-batches", "3")["chosen"]
+    assert mine == plan(*GPT, "--micro-batches", "3")["chosen"]
 
 
 @pytest.mark.slow
 def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_runs(holdfast, plan):
-    found = plan(*GPT, "--micro-batches", "4")
-    result = holdfast("plan", *GPT, "--micro-batches", "4")
+    found = plan(*GPT, "--micro-batches", "3")
+    result = holdfast("plan", *GPT, "--micro-batches", "3")
     assert (result.code, result.err) == (0, "")
     lines, text = result.out.splitlines(), " ".join(result.out.split())
     chosen = found["chosen"]
     assert lines[0].startswith("GPT of 65 billion parameters, 80 blocks, on one NVIDIA A100 80 GB")
     assert (
-        f"4 micro-batches of 4 x 2,048 tokens, {chosen['delayed_fraction']:.0%} of each update delayed"
+        f"3 micro-batches of 4 x 2,048 tokens, {chosen['delayed_fraction']:.0%} of each update delayed"
         in text
     )
     assert (

@@ -12,8 +12,11 @@ from holdfast.offload.setup import run_planning, step_planning
 from holdfast.offload.step_choices import DEFER, SPECULATE, ClippingChoice
 from holdfast.quantities import MiB
 from offload.test_clipping import SOME, engine_of, on_ssd
-from plain_loops import PLACEMENTS, STEPS, check
+from plain_loops import PLACEMENTS, check
 from training import batches
+
+STEPS = 20
+"""Steps of a run whose ways change: with fewer, some way has no step that clips or none that does not."""
 
 
 def spent(clips, waiting=1.0, right=0.7, wrong=1.5, noise=0.02):

@@ -38,9 +38,7 @@ STREAMED = {"embedding_and_head": "streamed"}
         [{}, {"schedule": "horizontal"}, {"order": "plain", "delayed_fraction": 0.5}, {"recomputed_fraction": 0.3}],
     ),
 )  # fmt: skip
-def test_twenty_steps_have_every_bit_of_a_plain_loop(
-    tmp_path, num_micro_batches, placement, clip_norm, options
-):
+def test_steps_have_every_bit_of_a_plain_loop(tmp_path, num_micro_batches, placement, clip_norm, options):
     check(tmp_path, STEPS, num_micro_batches, clip_norm, **STREAMED, **PLACEMENTS[placement], **options)
 
 

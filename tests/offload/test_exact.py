@@ -22,9 +22,7 @@ from training import VOCABULARY, batches, decoder, differing, read_atoms, state_
     "num_micro_batches, placement, schedule, clip_norm",
     one_in(3, [1, 2, 3, 5], PLACEMENTS, ["vertical", "horizontal"], [None, 0.5]),
 )
-def test_twenty_steps_have_every_bit_of_a_plain_loop(
-    tmp_path, num_micro_batches, placement, schedule, clip_norm
-):
+def test_steps_have_every_bit_of_a_plain_loop(tmp_path, num_micro_batches, placement, schedule, clip_norm):
     check(tmp_path, STEPS, num_micro_batches, clip_norm, schedule=schedule, **PLACEMENTS[placement])
 
 

@@ -33,7 +33,7 @@ from tiny_folders import write_quantised  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:.*fan_in_fan_out")
 
-STEPS = 4
+STEPS = 3
 
 
 def bytes_of(directory):
@@ -41,33 +41,33 @@ def bytes_of(directory):
 
 
 @pytest.mark.parametrize("placement", [{}, {"params_on_host": 1.0}, {"activations_on_host": 0.0}])
-def test_bits_are_those_of_a_copy(tmp_path, placement):
-    folder, there = folder_of(tmp_path / "folder"), holdfast.Placement(**placement)
-    copied = train(folder, tmp_path / "copied", range(STEPS), reference=False, placement=there)
-    losses = train(folder, tmp_path / "run", range(2), placement=there)[0]
-    found = train(folder, tmp_path / "run", range(2, STEPS), placement=there)
+def test_bits_are_those_of_a_copy(in_memory, placement):
+    folder, there = folder_of(in_memory / "folder"), holdfast.Placement(**placement)
+    copied = train(folder, in_memory / "copied", range(STEPS), reference=False, placement=there)
+    losses = train(folder, in_memory / "run", range(2), placement=there)[0]
+    found = train(folder, in_memory / "run", range(2, STEPS), placement=there)
     assert losses + found[0] == copied[0]
     assert differing(found[1], copied[1]) == []
-    here, there = read_atoms(tmp_path / "run"), read_atoms(tmp_path / "copied")
+    here, there = read_atoms(in_memory / "run"), read_atoms(in_memory / "copied")
     assert differing(here, there) == []
-    assert len(referenced(tmp_path / "run")) == 4 and not referenced(tmp_path / "copied")
+    assert len(referenced(in_memory / "run")) == 4 and not referenced(in_memory / "copied")
 
 
-def test_a_block_lies_in_two_shards_and_is_read_whole(tmp_path):
-    folder = folder_of(tmp_path / "folder")
-    train(folder, tmp_path / "run", range(1))
-    disk = LocalStore.read(tmp_path / "run", direct=False).disk
-    read = [reference_at(disk, file.path) for file in referenced(tmp_path / "run").values()]
+def test_a_block_lies_in_two_shards_and_is_read_whole(in_memory):
+    folder = folder_of(in_memory / "folder")
+    train(folder, in_memory / "run", range(1))
+    disk = LocalStore.read(in_memory / "run", direct=False).disk
+    read = [reference_at(disk, file.path) for file in referenced(in_memory / "run").values()]
     assert len({name for each in read for name in each.files}) == 3
     assert max(len(each.files) for each in read) == 2
 
 
-def test_nothing_of_the_base_is_written_and_a_pass_reads_as_much(tmp_path):
-    folder = folder_of(tmp_path / "folder")
-    _, _, copied = train(folder, tmp_path / "copied", range(STEPS), reference=False)
-    _, _, engine = train(folder, tmp_path / "run", range(STEPS))
+def test_nothing_of_the_base_is_written_and_a_pass_reads_as_much(in_memory):
+    folder = folder_of(in_memory / "folder")
+    _, _, copied = train(folder, in_memory / "copied", range(STEPS), reference=False)
+    _, _, engine = train(folder, in_memory / "run", range(STEPS))
     base = 2 * engine.preflight.streamed_parameters
-    assert bytes_of(tmp_path / "copied") - bytes_of(tmp_path / "run") > 0.9 * base
+    assert bytes_of(in_memory / "copied") - bytes_of(in_memory / "run") > 0.9 * base
     assert copied.preflight.needed_bytes - engine.preflight.needed_bytes > 0.9 * base
     assert engine.last["read_bytes"] == engine.preflight.read_bytes_per_step
     assert engine.last["read_bytes"] == copied.last["read_bytes"]
@@ -101,19 +101,19 @@ def remove_shard(folder):
 @pytest.mark.parametrize(
     ("change", "error"), [(changed_byte, ChunkCorrupt), (cut_short, FileMissing), (remove_shard, FileMissing)]
 )
-def test_a_changed_folder_is_refused_with_nothing_written(tmp_path, change, error):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
-    shutil.copytree(folder, tmp_path / "whole")
+def test_a_changed_folder_is_refused_with_nothing_written(in_memory, change, error):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+    shutil.copytree(folder, in_memory / "whole")
     train(folder, run, range(2))
     change(folder)
     before = names_in(run)
     for source in (folder, None):
         with pytest.raises(error) as raised:
-            resumed(tmp_path / "whole", run, source)
+            resumed(in_memory / "whole", run, source)
         assert str(folder) in str(raised.value) and "holdfast.pretrained(FOLDER" in str(raised.value)
         assert names_in(run) == before
-    copied = train(tmp_path / "whole", tmp_path / "copied", range(STEPS), reference=False)
-    found = train(tmp_path / "whole", run, range(2, STEPS))  # the way out that the message names
+    copied = train(in_memory / "whole", in_memory / "copied", range(STEPS), reference=False)
+    found = train(in_memory / "whole", run, range(2, STEPS))  # the way out that the message names
     assert found[0] == copied[0][2:] and differing(found[1], copied[1]) == []
     shutil.rmtree(folder)
     assert LocalStore.read(run, direct=False).newest_whole()[1] == []
@@ -125,47 +125,47 @@ def resumed(model_folder, run, source):
     return offloaded(model, run, None if source is None else Weights(source, model, reference=True))
 
 
-def test_a_change_during_training_fails_the_pass(tmp_path):
-    folder = folder_of(tmp_path / "folder")
+def test_a_change_during_training_fails_the_pass(in_memory):
+    folder = folder_of(in_memory / "folder")
     said = r"layers\.\d.*which was changed since the run began"
-    with pytest.raises(ChunkCorrupt, match=said), opened(folder, tmp_path / "run") as engine:
+    with pytest.raises(ChunkCorrupt, match=said), opened(folder, in_memory / "run") as engine:
         engine.step(micro_batches(0))
         changed_byte(folder)
         for step in range(1, 4):
             engine.step(micro_batches(step))
 
 
-def test_a_lost_folder_makes_no_commit(tmp_path):
+def test_a_lost_folder_makes_no_commit(in_memory):
     """The files are still open, so passes go on, but no step is published that could not be resumed."""
-    folder = folder_of(tmp_path / "folder")
-    with pytest.raises(FileMissing, match=r"cannot be read"), opened(folder, tmp_path / "run") as engine:
+    folder = folder_of(in_memory / "folder")
+    with pytest.raises(FileMissing, match=r"cannot be read"), opened(folder, in_memory / "run") as engine:
         engine.step(micro_batches(0))
         engine.wait()
-        folder.rename(tmp_path / "moved")
+        folder.rename(in_memory / "moved")
         engine.step(micro_batches(1))
         engine.wait()
-    losses = train(tmp_path / "moved", tmp_path / "run", range(1, STEPS))[0]
-    assert losses == train(tmp_path / "moved", tmp_path / "copied", range(STEPS), reference=False)[0][1:]
+    losses = train(in_memory / "moved", in_memory / "run", range(1, STEPS))[0]
+    assert losses == train(in_memory / "moved", in_memory / "copied", range(STEPS), reference=False)[0][1:]
 
 
-def test_a_run_goes_from_a_reference_to_a_copy_and_back(tmp_path):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
-    copied = train(folder, tmp_path / "copied", range(STEPS), reference=False)
+def test_a_run_goes_from_a_reference_to_a_copy_and_back(in_memory):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+    copied = train(folder, in_memory / "copied", range(4), reference=False)
     losses = train(folder, run, range(1))[0]
     with pytest.warns(
         UserWarning, match=r"are copied into it: pass holdfast.pretrained\(FOLDER, reference=True\)"
     ):
         losses += train(folder, run, range(1, 3), reference=False)[0]
     assert not referenced(run) and not list(run.rglob("*.reference"))
-    assert bytes_of(run) > bytes_of(tmp_path / "copied") * 0.9
-    losses += train(folder, run, range(3, STEPS))[0]
+    assert bytes_of(run) > bytes_of(in_memory / "copied") * 0.9
+    losses += train(folder, run, range(3, 4))[0]
     assert len(referenced(run)) == 4 and losses == copied[0]
-    train(folder, run, range(STEPS, STEPS + 2))
-    assert not list(run.rglob("*.frozen*.safetensors")) and bytes_of(run) < bytes_of(tmp_path / "copied") / 4
+    train(folder, run, range(4, 6))
+    assert not list(run.rglob("*.frozen*.safetensors")) and bytes_of(run) < bytes_of(in_memory / "copied") / 4
 
 
-def test_another_base_is_refused_where_the_run_has_a_copy(tmp_path):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+def test_another_base_is_refused_where_the_run_has_a_copy(in_memory):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
     train(folder, run, range(1), reference=False)
     changed_byte(folder)
     with pytest.raises(ChunkCorrupt, match=r"read from .*folder"):
@@ -173,9 +173,9 @@ def test_another_base_is_refused_where_the_run_has_a_copy(tmp_path):
     assert train(folder, run, range(1, 2), reference=False)[0]
 
 
-def test_a_run_with_references_goes_on_without_a_source(tmp_path):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
-    copied = train(folder, tmp_path / "copied", range(3), reference=False)
+def test_a_run_with_references_goes_on_without_a_source(in_memory):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+    copied = train(folder, in_memory / "copied", range(3), reference=False)
     train(folder, run, range(2))
     with resumed(folder, run, None) as engine:
         assert engine.step(micro_batches(2)) == copied[0][2]
@@ -183,9 +183,9 @@ def test_a_run_with_references_goes_on_without_a_source(tmp_path):
     assert len(referenced(run)) == 4
 
 
-def test_streamed_embedding_and_head_are_read_from_the_folder_too(tmp_path):
-    folder, run = folder_of(tmp_path / "folder", tiny_folders.llama), tmp_path / "run"
-    copied = train(folder, tmp_path / "copied", range(3), reference=False)
+def test_streamed_embedding_and_head_are_read_from_the_folder_too(in_memory):
+    folder, run = folder_of(in_memory / "folder", tiny_folders.llama), in_memory / "run"
+    copied = train(folder, in_memory / "copied", range(3), reference=False)
     losses = train(folder, run, range(1))[0]
     streamed = holdfast.Placement(embedding_and_head="streamed")
     losses += train(folder, run, range(1, 2), placement=streamed)[0]
@@ -196,46 +196,46 @@ def test_streamed_embedding_and_head_are_read_from_the_folder_too(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_are_read_as_they_lie(tmp_path, dtype):
+def test_other_dtypes_are_read_as_they_lie(in_memory, dtype):
     """In fp32 and fp16 the compute copy is in the scratch, and the frozen file is read when a run begins."""
-    folder = folder_of(tmp_path / "folder", dtype=dtype)
-    copied = train(folder, tmp_path / "copied", range(2), reference=False)
-    found = train(folder, tmp_path / "run", range(2))
+    folder = folder_of(in_memory / "folder", dtype=dtype)
+    copied = train(folder, in_memory / "copied", range(2), reference=False)
+    found = train(folder, in_memory / "run", range(2))
     assert found[0] == copied[0] and differing(found[1], copied[1]) == []
-    assert len(referenced(tmp_path / "run")) == 4
+    assert len(referenced(in_memory / "run")) == 4
 
 
-def test_experts_that_are_stored_one_by_one_are_copied(tmp_path):
-    folder = folder_of(tmp_path / "folder", tiny_folders.mixtral)
-    copied = train(folder, tmp_path / "copied", range(2), reference=False)
+def test_experts_that_are_stored_one_by_one_are_copied(in_memory):
+    folder = folder_of(in_memory / "folder", tiny_folders.mixtral)
+    copied = train(folder, in_memory / "copied", range(2), reference=False)
     said = r"frozen weights of .*layers.0.* are copied into the run: the folder has them in another dtype or form"
     with pytest.warns(UserWarning, match=said):
-        found = train(folder, tmp_path / "run", range(2))
-    assert found[0] == copied[0] and len(referenced(tmp_path / "run")) == 1
+        found = train(folder, in_memory / "run", range(2))
+    assert found[0] == copied[0] and len(referenced(in_memory / "run")) == 1
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
-def test_packed_weights_are_read_from_the_folder(tmp_path, kind):
+def test_packed_weights_are_read_from_the_folder(in_memory, kind):
     if kind != "fp8":
         pytest.importorskip("bitsandbytes")
-    folder = write_quantised(tmp_path / "folder", kind, wide_llama)
-    copied = train(folder, tmp_path / "copied", range(3), reference=False)
-    losses = train(folder, tmp_path / "run", range(2))[0]
-    found = train(folder, tmp_path / "run", range(2, 3))
+    folder = write_quantised(in_memory / "folder", kind, wide_llama)
+    copied = train(folder, in_memory / "copied", range(3), reference=False)
+    losses = train(folder, in_memory / "run", range(2))[0]
+    found = train(folder, in_memory / "run", range(2, 3))
     assert losses + found[0] == copied[0] and differing(found[1], copied[1]) == []
-    assert len(referenced(tmp_path / "run")) == 4
+    assert len(referenced(in_memory / "run")) == 4
 
 
-def test_earlier_versions_refuse_such_a_run(tmp_path):
-    train(folder_of(tmp_path / "folder"), tmp_path / "run", range(1))
-    path = max((tmp_path / "run" / "commits").iterdir())
+def test_earlier_versions_refuse_such_a_run(in_memory):
+    train(folder_of(in_memory / "folder"), in_memory / "run", range(1))
+    path = max((in_memory / "run" / "commits").iterdir())
     with pytest.raises(RunMismatch, match="format version 2"):
         unseal(path.read_bytes(), str(path))
 
 
-def test_a_refused_beginning_leaves_no_reference_behind(tmp_path):
+def test_a_refused_beginning_leaves_no_reference_behind(in_memory):
     """Of the second block, when the first one has its reference."""
-    run, calls = tmp_path / "run", []
+    run, calls = in_memory / "run", []
 
     def refuse(module):
         calls.append(module)
@@ -244,65 +244,65 @@ def test_a_refused_beginning_leaves_no_reference_behind(tmp_path):
         for parameter in module.parameters(recurse=False):
             torch.nn.init.ones_(parameter)
 
-    folder = folder_of(tmp_path / "folder")
+    folder = folder_of(in_memory / "folder")
     with pytest.raises(BadInput, match="not now"):
         opened(folder, run, init=refuse)
     assert calls and not list(run.rglob("*.reference*"))
 
 
-def test_references_of_an_interrupted_beginning_are_used_or_removed(tmp_path):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
-    train(folder, tmp_path / "other", range(1))
+def test_references_of_an_interrupted_beginning_are_used_or_removed(in_memory):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+    train(folder, in_memory / "other", range(1))
     (run / "data").mkdir(parents=True)
-    for each in (tmp_path / "other" / "data").glob("*.reference"):
+    for each in (in_memory / "other" / "data").glob("*.reference"):
         shutil.copy(each, run / "data" / each.name)
         (run / "data" / f"{each.name}.tmp").write_bytes(b"half")
-    copied = train(folder, tmp_path / "copied", range(1), reference=False)
+    copied = train(folder, in_memory / "copied", range(1), reference=False)
     assert train(folder, run, range(1), reference=False)[0] == copied[0]
     assert not list(run.rglob("*.reference*"))
 
 
-def test_a_folder_of_links_is_read_through_them(tmp_path):
+def test_a_folder_of_links_is_read_through_them(in_memory):
     """As the hub's cache has them."""
-    blobs, folder = folder_of(tmp_path / "blobs"), tmp_path / "snapshot"
+    blobs, folder = folder_of(in_memory / "blobs"), in_memory / "snapshot"
     folder.mkdir()
     for each in blobs.iterdir():
         (folder / each.name).symlink_to(each)
-    losses = train(folder, tmp_path / "run", range(2))[0]
-    assert losses == train(blobs, tmp_path / "copied", range(2), reference=False)[0]
+    losses = train(folder, in_memory / "run", range(2))[0]
+    assert losses == train(blobs, in_memory / "copied", range(2), reference=False)[0]
 
 
-def test_a_damaged_reference_is_put_right_by_a_resume_with_its_folder(tmp_path):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+def test_a_damaged_reference_is_put_right_by_a_resume_with_its_folder(in_memory):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
     train(folder, run, range(1))
     path = min(run.rglob("*.reference"))
     path.write_bytes(path.read_bytes().replace(b'"folder"', b'"fodder"'))
     with pytest.raises(Damaged, match="damaged: it fails its own digest"):
         resumed(folder, run, None)
-    copied = train(folder, tmp_path / "copied", range(2), reference=False)
+    copied = train(folder, in_memory / "copied", range(2), reference=False)
     assert train(folder, run, range(1, 2))[0] == copied[0][1:]
     assert LocalStore.read(run, direct=False).newest_whole()[1] == []
 
 
-def test_another_base_leaves_the_reference_of_older_commits(tmp_path):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+def test_another_base_leaves_the_reference_of_older_commits(in_memory):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
     train(folder, run, range(1))
-    shutil.copytree(folder, tmp_path / "other")
-    changed_byte(tmp_path / "other")
+    shutil.copytree(folder, in_memory / "other")
+    changed_byte(in_memory / "other")
     with pytest.warns(UserWarning, match="are copied into it"):
         train(folder, run, range(1, 2), reference=False)
     with pytest.raises(ChunkCorrupt, match=r"read from .*other"):
-        opened(tmp_path / "other", run)
+        opened(in_memory / "other", run)
     reader = LocalStore.read(run, direct=False)
     oldest = reader.load(reader.line()[-1])
     assert oldest.referenced and reader.verify(oldest) == []
 
 
-def test_a_run_whose_folder_was_moved_may_copy_it_from_there(tmp_path):
-    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
-    copied = train(folder, tmp_path / "copied", range(2), reference=False)
+def test_a_run_whose_folder_was_moved_may_copy_it_from_there(in_memory):
+    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+    copied = train(folder, in_memory / "copied", range(2), reference=False)
     train(folder, run, range(1))
-    folder.rename(tmp_path / "moved")
+    folder.rename(in_memory / "moved")
     with pytest.warns(UserWarning, match="are copied into it"):
-        losses = train(tmp_path / "moved", run, range(1, 2), reference=False)[0]
+        losses = train(in_memory / "moved", run, range(1, 2), reference=False)[0]
     assert losses == copied[0][1:] and not referenced(run)

@@ -23,7 +23,7 @@ PARTS = [0.0, 0.5]
     "num_micro_batches, placement, recomputed_fraction, clip_norm, schedule",
     one_in(4, [1, 2, 3, 5], PLACEMENTS, PARTS, [None, 0.5], ["vertical", "horizontal"]),
 )
-def test_twenty_steps_have_every_bit_of_a_plain_loop(
+def test_steps_have_every_bit_of_a_plain_loop(
     tmp_path, num_micro_batches, placement, recomputed_fraction, clip_norm, schedule
 ):
     options = {"recomputed_fraction": recomputed_fraction, "schedule": schedule, **PLACEMENTS[placement]}

@@ -27,7 +27,7 @@ FRACTIONS = [0.25, 0.5, 1.0]
     "num_micro_batches, placement, delayed_fraction, clip_norm",
     one_in(4, [1, 2, 3, 5], PLACEMENTS, FRACTIONS, [None, 0.5]),
 )
-def test_twenty_delayed_steps_have_every_bit_of_a_plain_loop(
+def test_delayed_steps_have_every_bit_of_a_plain_loop(
     tmp_path, num_micro_batches, placement, delayed_fraction, clip_norm
 ):
     options = {"delayed_fraction": delayed_fraction, **PLACEMENTS[placement]}
@@ -252,7 +252,7 @@ def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path, monkeyp
 def test_a_run_goes_on_bit_for_bit_under_another_fraction(tmp_path):
     losses, _, states = plain_loop(3, None)
     done = 0
-    for fraction, until in ((0.0, 3), (1.0, 7), (0.25, 11), (0.5, STEPS)):
+    for fraction, until in ((0.0, 2), (1.0, 4), (0.25, 6), (0.5, STEPS)):
         with delayed_engine(tmp_path, fraction) as engine:
             assert engine.steps_done == done
             for step in range(done, until):

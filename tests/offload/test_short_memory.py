@@ -103,3 +103,10 @@ def test_what_a_trace_measures_leaves_out_the_parameters():
     found = measure(model, blocks, sample, torch.float32)
     logits = 4 * sample["tokens"].numel() * 2048
     assert 4 * 2048 * 64 < found.last_bytes < 4 * 2048 * 64 + 4 * logits
+
+
+def test_a_trace_counts_the_products_of_a_block_and_of_the_head():
+    tokens, weights = 8, 64 * 64 * 2 + 64 * 32 * 2 + 64 * 64 * 3
+    model, sample = made_model(), batches(0, 1, rows=1)[0]
+    found = measure(model, find_blocks(model), sample, torch.float32)
+    assert (found.block_flop, found.head_flop) == (2 * tokens * weights, 3 * 2 * tokens * 64 * 2048)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from .profile_types import LinearLayer, ModelProfile, RoutedExperts
 
@@ -96,7 +97,7 @@ class AdaptedModel:
     def blocks(self) -> int:
         return self.profile.blocks
 
-    @property
+    @cached_property
     def trained_block_parameters(self) -> int:
         """The parameters of the adapters of one block."""
         return sum(self.rank * (layer.inputs + layer.outputs) for layer in self.profile.linear_layers)
@@ -111,7 +112,7 @@ class AdaptedModel:
         """The parameters of the whole model, without adapters."""
         return self.profile.parameters
 
-    @property
+    @cached_property
     def linear_bytes(self) -> int:
         """The bytes of the weights of the linear layers of one block, as they are stored."""
         return sum(self.base.layer_bytes(layer) for layer in self.profile.linear_layers)
@@ -121,13 +122,13 @@ class AdaptedModel:
         """The mean bits of a weight of the linear layers, with its part of the scales."""
         return 8 * self.linear_bytes / self.profile.linear_parameters
 
-    @property
+    @cached_property
     def frozen_block_bytes(self) -> int:
         """The bytes of the frozen parameters of one block, as they are stored, without ``routed`` experts."""
         others = self.profile.block_parameters - self.profile.linear_parameters
         return self.linear_bytes + FROZEN_BYTES * others - self.routed.count * self.routed.nbytes
 
-    @property
+    @cached_property
     def routed(self) -> RoutedExperts:
         """The experts that are read one by one, in 16 bits."""
         if not self.expert_slots:

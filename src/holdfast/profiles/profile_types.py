@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ConfigError
@@ -200,7 +201,7 @@ class ModelProfile:
                 f"width = {self.width} does not divide into heads = {self.heads}; give head_size"
             )
 
-    @property
+    @cached_property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
         """The linear layers of one block, in the order in which it computes. Experts are not among them."""
         into = [self._queries, self._keys, self._keys]
@@ -211,24 +212,24 @@ class ModelProfile:
             *(() if self.experts else self._mlp_layers),
         )
 
-    @property
+    @cached_property
     def _mlp_layers(self) -> tuple[LinearLayer, ...]:
         """The linear layers of one MLP, or of one expert."""
         into = [self._hidden] * (2 if self.gated else 1)
         outputs = [sum(into)] if self.fused else into
         return (*(LinearLayer(self.width, each) for each in outputs), LinearLayer(self._hidden, self.width))
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """The parameters of one expert; 0 if there are none."""
         return sum(layer.elements for layer in self._mlp_layers) if self.experts else 0
 
-    @property
+    @cached_property
     def linear_parameters(self) -> int:
         """The weights of the linear layers of one block, without biases."""
         return sum(layer.elements for layer in self.linear_layers)
 
-    @property
+    @cached_property
     def block_parameters(self) -> int:
         """The parameters of one block."""
         biases = self._queries + 2 * self._keys + self._hidden + 2 * self.width

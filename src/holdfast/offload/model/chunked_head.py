@@ -184,8 +184,7 @@ class PendingLogits(Tensor):
     def _made(
         cls, shape: tuple[int, ...], dtype: torch.dtype, hidden: Tensor, weight: Tensor
     ) -> PendingLogits:
-        is_traced = isinstance(hidden, FakeTensor)  # torch's FlopCounterMode would add hooks
-        needs = torch.is_grad_enabled() and not is_traced and (hidden.requires_grad or weight.requires_grad)
+        needs = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         made = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=needs
         )

@@ -13,7 +13,6 @@ A model of any size is measured in a second, before anything is allocated.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from ...errors import ModelNotSupported
 from ...state.capture import AS_STORED
@@ -55,21 +54,28 @@ class MeasuredBlocks:
     """Floating-point operations of prologue, epilogue and loss, forward and backward."""
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations made and that are still alive.
+class _Counter(TorchDispatchMode):
+    """Counts floating-point operations, and the bytes of storages that operations made and that are still alive.
 
-    A view of a tensor that was there before counts nothing if the tensor is ``known``.
+    A view of a tensor that was there before counts nothing if the tensor is ``known``. ``FlopCounterMode`` of torch
+    counts the same operations in more time than the rest of the trace takes, and its hooks keep graphs alive.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.flop = 0
         self.known: set[int] = set()
         """Identities of the storages that are counted, and of those that are not to be."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
-        out = run(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device  # asked twice as often as anything is computed
+        run, kwargs = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func, kwargs or {}
+        out = run(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flop += formula(*args, **kwargs, out_val=out)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
@@ -107,8 +113,8 @@ class _Probe:
     the epilogue is a unit of its own.
     """
 
-    def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode, backward: bool) -> None:
-        self.bytes, self.flop, self.backward, self.blocks = bytes_, flop, backward, blocks
+    def __init__(self, blocks: Blocks, counter: _Counter, backward: bool) -> None:
+        self.counter, self.backward, self.blocks = counter, backward, blocks
         self.patch = Patch(blocks, self.call)
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
@@ -122,21 +128,20 @@ class _Probe:
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward, last = self.patch.forwards[index], index == len(self.patch.forwards) - 1
         args, kwargs = detached((args, kwargs))
-        before = self.flop.get_total_flops()
+        before = self.counter.flop
         nbytes = _moving_bytes((args, kwargs))
         first = not self.measured and bool(nbytes or last)
         if first:
             self.measured, self.input_bytes = True, nbytes
             self.moving = [i for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if moves(leaf)]
             self._measure(forward, args, kwargs)
-            self.block_flop = (self.flop.get_total_flops() - before) / (3 if self.backward else 1)
+            self.block_flop = (self.counter.flop - before) / (3 if self.backward else 1)
         if not last:
             return self._pass(index, args, kwargs)
         if self.blocks.epilogue:
             args, kwargs = moving(self._pass(index, args, kwargs), ()), {}
-        self.blocks_flop = self.flop.get_total_flops()
-        gc.collect()  # the counter's hooks keep graphs in cycles
-        self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
+        self.blocks_flop = self.counter.flop
+        self.last_start, self.counter.peak = self.counter.live, self.counter.live
         if self.blocks.epilogue:
             return args
         with torch.set_grad_enabled(self.backward):
@@ -152,7 +157,6 @@ class _Probe:
 
     def run_last_backward(self) -> None:
         """Run the backward pass of the last block, after that of the epilogue."""
-        gc.collect()  # the counter's hooks keep graphs in cycles
         ends = [(root, leaf.grad) for root, leaf in self.ends if leaf.grad is not None]
         if ends:
             torch.autograd.backward([root for root, _ in ends], [grad for _, grad in ends])
@@ -168,16 +172,16 @@ class _Probe:
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 leaves[position] = leaf.detach().requires_grad_()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        before, held = self.bytes.known.copy(), {}
+        before, held = self.counter.known.copy(), {}
 
         def pack(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
-            if storage._cdata in self.bytes.known and storage._cdata not in before:
+            if storage._cdata in self.counter.known and storage._cdata not in before:
                 held[storage._cdata] = storage
 
         with torch.set_grad_enabled(self.backward), saved_tensors_hooks(pack, _never):
             output = self.patch.forwards[index](*args, **kwargs)
-        self.blocks_flop = self.flop.get_total_flops()
+        self.blocks_flop = self.counter.flop
         self.activation_bytes[index] = sum(storage.nbytes() for storage in held.values())
         held.clear()
         if self.measured:
@@ -186,13 +190,13 @@ class _Probe:
 
     def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Measure the peak bytes of a forward and a backward."""
-        start = self.bytes.peak = self.bytes.live
+        start = self.counter.peak = self.counter.live
         with torch.set_grad_enabled(self.backward):
             output = forward(*args, **kwargs)
         roots = [t for t in pytree.tree_leaves(output) if moves(t)]
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-        self.block_bytes = self.bytes.peak - start
+        self.block_bytes = self.counter.peak - start
 
 
 def _never(packed: None) -> torch.Tensor:
@@ -248,24 +252,24 @@ def _trace(
     model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any, backward: bool
 ) -> MeasuredBlocks:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
-    probe = _Probe(blocks, bytes_, flop, backward)
+    counter = _Counter()
+    probe = _Probe(blocks, counter, backward)
     here = partial(_fake_here, fake)
     fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
     is_chunked = loss_fn is None and has_ordinary_loss(model)
     head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()
     with fake, restored(model), _experts_together(model), fakes, probe.patch.applied(), head:
-        bytes_.known |= {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        counter.known |= {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
-        with flop, bytes_, torch.enable_grad():
+        with counter, torch.enable_grad():
             loss = extract_loss(module_call(model, inputs, loss_fn)())
-            after = flop.get_total_flops()
+            after = counter.flop
             if backward:
                 loss.backward(retain_graph=True)  # as a step does
                 del loss
                 probe.run_last_backward()
-    end = flop.get_total_flops()
+    end = counter.flop
     last_flop = 0.0 if blocks.epilogue else probe.block_flop
     head_flop = end - probe.blocks_flop - 3 * last_flop
     if not backward:
@@ -273,7 +277,7 @@ def _trace(
     return MeasuredBlocks(
         input_bytes=probe.input_bytes,
         block_bytes=probe.block_bytes,
-        last_bytes=bytes_.peak - probe.last_start,
+        last_bytes=counter.peak - probe.last_start,
         activation_bytes=tuple(probe.activation_bytes),
         block_flop=float(probe.block_flop),
         head_flop=float(max(head_flop, 0)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import Literal
 
@@ -125,17 +126,17 @@ class Setting:
         """Number of blocks, with embedding and epilogue if they are streamed."""
         return self.blocks + 2 * bool(self.tables)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of trained elements of one block, with its part of a streamed embedding and head."""
         return round(self.model.trained_block_parameters + self.num_tables * self.tables / self.blocks)
 
-    @property
+    @cached_property
     def largest_elements(self) -> int:
         """Number of trained elements of the largest unit."""
         return max(self.model.trained_block_parameters, self.tables)
 
-    @property
+    @cached_property
     def param_bytes(self) -> int:
         """Bytes of one block that a pass reads: the compute copy, of frozen parameters as they are stored."""
         return self.trained_param_bytes + self.model.frozen_block_bytes
@@ -150,7 +151,7 @@ class Setting:
         """Bytes of the largest unit that a pass reads."""
         return self.largest_elements * self.method.param_bytes + self.model.frozen_block_bytes
 
-    @property
+    @cached_property
     def grad_bytes(self) -> int:
         return self.elements * self.method.grad_bytes
 
@@ -180,7 +181,7 @@ class Setting:
         """Bytes of one trained parameter's state in a block: of a master in parts, with its carry."""
         return self.method.state_bytes + CARRY_BYTES * self.method.is_split
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         return round(self.elements * self.state_bytes_each)
 
@@ -189,7 +190,7 @@ class Setting:
         """True if a compute copy stays from the backward pass to an update soon after, which reads the rest."""
         return self.method.is_split and self.saving.keeps_copies and self.method.clipping != "defer"
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Number of tiles in which a block's state is updated."""
         return tile_count(self.state_bytes)
@@ -203,7 +204,7 @@ class Setting:
     def input_bytes(self) -> int:
         return self.model.input_elements * self.method.param_bytes
 
-    @property
+    @cached_property
     def resident_elements(self) -> int:
         """Number of trained elements of the prologue and epilogue, which stay."""
         return 0 if self.method.paper else self.model.resident_parameters - self.num_tables * self.tables
@@ -244,11 +245,11 @@ class Setting:
     def head_seconds(self) -> float:
         return self.model.head_flop / self.flop_per_second
 
-    @property
+    @cached_property
     def ssd(self) -> Duplex:
         return ssd_of(self.machine)
 
-    @property
+    @cached_property
     def bus(self) -> Duplex:
         return bus_of(self.machine)
 
@@ -268,15 +269,15 @@ class MeasuredModel:
     table_parameters = frozen_resident_bytes = 0
     """A streamed embedding or head is among the blocks. The check of a proposal counts what is frozen beside them."""
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         return len(self.work.blocks)
 
-    @property
+    @cached_property
     def trained_block_parameters(self) -> int:
         return round(self._mean("elements"))
 
-    @property
+    @cached_property
     def frozen_block_bytes(self) -> int:
         parameters = round(self._mean("param_bytes") / self.param_bytes_each)
         return (parameters - self.trained_block_parameters) * self.param_bytes_each
@@ -294,11 +295,11 @@ class MeasuredModel:
     def input_elements(self) -> int:
         return self.work.input_bytes // self.param_bytes_each
 
-    @property
+    @cached_property
     def forward_flop(self) -> float:
         return self._mean("forward_flop")
 
-    @property
+    @cached_property
     def backward_flop(self) -> float:
         return self._mean("backward_work")
 
@@ -314,18 +315,18 @@ class MeasuredModel:
     def streamed_workspace_bytes(self) -> int:
         return self.work.workspace_bytes
 
-    @property
+    @cached_property
     def is_split(self) -> bool:
         """True if masters are stored in parts, of which one is the compute copy."""
         return any(block.is_split for block in self.work.blocks)
 
-    @property
+    @cached_property
     def param_bytes_each(self) -> int:
         """Bytes of one parameter on the device."""
         trained = self._mean("elements")
         return max(round(self._mean("trained_param_bytes") / trained), 1) if trained else 2
 
-    @property
+    @cached_property
     def state_bytes_each(self) -> float:
         """Bytes of one trained parameter's master and optimizer state."""
         trained = self._mean("elements")
@@ -377,8 +378,9 @@ class Affine:
     def __add__(self, other: Affine | float) -> Affine:
         if not isinstance(other, Affine):
             return Affine(self.constant + other, self.terms)
-        names = {**self.terms, **other.terms}
-        terms = {name: self.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in names}
+        terms = dict(self.terms)
+        for name, value in other.terms.items():
+            terms[name] = terms.get(name, 0.0) + value
         return Affine(self.constant + other.constant, terms)
 
     def __mul__(self, factor: float) -> Affine:

@@ -173,6 +173,25 @@ def test_an_interrupted_script_ends_the_same(tmp_path, kind, step):
     assert len(rest.norms) == 8 - (step - 1)
 
 
+def test_a_loop_that_an_error_leaves_goes_on_amid_its_pass(tmp_path):
+    """Its script ends the training all the same, as in ``finally``."""
+    begun = []
+
+    def stop(done, accelerator):
+        begun[:] = [accelerator]
+        if done == 2:
+            raise Interrupted
+
+    whole = train(out_of_core(tmp_path / "whole"))
+    torch.manual_seed(7)
+    with pytest.raises(Interrupted):
+        train(out_of_core(tmp_path), after_step=stop)
+    begun[0].end_training()
+    rest = train(out_of_core(tmp_path))
+    assert len(rest.losses) == 22 - 6
+    assert everything(rest) == everything(whole)
+
+
 FAILS = """
 import sys
 from accelerate import Accelerator

@@ -54,14 +54,16 @@ class OffloadedStrategy(SingleDeviceStrategy):
 
     ``options`` are those of ``holdfast.offload``: ``placement``, ``budget``, ``io``, ``source`` and others. Precision
     and clipping follow from the trainer, micro-batches from ``accumulate_grad_batches``. ``device`` is where blocks
-    are computed. When ``fit`` has ended, the module has its values back, if it had values.
+    are computed; by default the first of the trainer's accelerator. When ``fit`` has ended, the module has its values
+    back, if it had values.
     """
 
     strategy_name = "holdfast"
 
-    def __init__(self, run: str | Path, *, device: str | torch.device = "cpu", **options: Any) -> None:
+    def __init__(self, run: str | Path, *, device: str | torch.device | None = None, **options: Any) -> None:
         """Create the strategy. Raises ``BadInput`` for options that the trainer decides."""
-        super().__init__(device=device)
+        super().__init__(device="cpu" if device is None else device)
+        self._follows_accelerator = device is None
         if taken := sorted({*GIVEN} & options.keys()):
             raise BadInput(f"{taken[0]} follows from the trainer: leave it out of OffloadedStrategy()")
         self._callback = OffloadedFitCallback(run, options)
@@ -83,6 +85,12 @@ class OffloadedStrategy(SingleDeviceStrategy):
             and module._trainer is not None
             and module.trainer.state.fn == TrainerFn.FITTING
         )
+
+    def setup_environment(self) -> None:
+        if self._follows_accelerator and self.accelerator is not None:
+            devices = self.accelerator.parse_devices(1)
+            [self._root_device] = self.accelerator.get_parallel_devices(devices)
+        super().setup_environment()
 
     def connect(self, model: LightningModule) -> None:
         super().connect(model)

@@ -87,6 +87,7 @@ class TrainingBatches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
+        self.position.end_left_pass()
         self._between()
         self._passes += 1
         self.is_passing_over = self._passes <= self.position.epoch

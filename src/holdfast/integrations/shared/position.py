@@ -139,6 +139,9 @@ class LoaderPlace:
 class Batches:
     """The batches of ``loader``, to be iterated over in its place. A pass is an epoch, also if it was left early.
 
+    One that was left has ended when the next begins: an error leaves a pass as a ``break`` does, and the remaining
+    batches are those of the process that continues.
+
     ``elastic`` is true because this class itself refuses another number of ranks where a place would mean another one.
     """
 
@@ -154,20 +157,25 @@ class Batches:
         self.count = 0
         """The number of batches of the current pass that were handed out."""
         self._restored: dict[str, Any] | None = None
+        self._is_left = False
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        number = getattr(self.loader, "iteration", None)
-        try:
-            for batch in self.loader:
-                self.count += 1
-                yield batch
-            if number is not None:  # accelerate does not count a pass without remaining batches
-                self.loader.iteration = number + 1
-        finally:
-            self.epoch, self.count = self.epoch + 1, 0
+        self.end_left_pass()
+        number, self._is_left = getattr(self.loader, "iteration", None), True
+        for batch in self.loader:
+            self.count += 1
+            yield batch
+        if number is not None:  # accelerate does not count a pass without remaining batches
+            self.loader.iteration = number + 1
+        self.end_left_pass()
+
+    def end_left_pass(self) -> None:
+        """Count the pass that was begun, if any, as ended."""
+        if self._is_left:
+            self.epoch, self.count, self._is_left = self.epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         iteration = getattr(self.loader, "iteration", None)

@@ -1,11 +1,17 @@
-"""Trainers out of core on a device: the numbers of the same script in memory there, stopped and continued.
+"""Trainers on a device: out of core the numbers of the same script in memory there, stopped and continued; in memory
+killed and continued.
 
 Where there is no device, each case runs on the host.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +146,35 @@ def test_trl_has_the_log_of_a_script_in_memory(tmp_path, cuda_or_host):
         trainer.train()
         told.append([entry["loss"] for entry in logged(trainer) if "loss" in entry])
     assert_close(told[1], told[0])
+
+
+# In memory: killed and resumed
+
+
+def ran(kind, device, precision, root, *at):
+    """What a script of ``killed_trainers`` said, until its end or its death."""
+    script = Path(__file__).with_name("killed_trainers.py")
+    done = subprocess.run(
+        [sys.executable, str(script), kind, device, precision, str(root), *map(str, at)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == (-9 if at else 0), done.stderr[-3000:]
+    return None if at else json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["Trainer", "LoRA", "accelerate", "Lightning"])
+def test_a_killed_script_ends_as_one_that_was_not(tmp_path, cuda_or_host, kind, precision):
+    pytest.importorskip({"LoRA": "peft", "Lightning": "lightning"}.get(kind, "accelerate"))
+    if (cuda_or_host, precision) == ("cpu", "fp16"):
+        pytest.skip("the trainers scale losses on devices alone")
+    whole = ran(kind, cuda_or_host, precision, tmp_path / "whole")
+    ran(kind, cuda_or_host, precision, tmp_path / "cut", 7)  # within an epoch
+    rest = ran(kind, cuda_or_host, precision, tmp_path / "cut")
+    count = len(rest["losses"])
+    assert 0 < count < len(whole["losses"]), f"{count} of {len(whole['losses'])} losses after the kill"
+    pairs = zip(rest["losses"], whole["losses"][-count:], strict=True)
+    differing = [(i, mine, theirs) for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    assert not differing, f"first of {len(differing)} of {count} losses: {differing[0]}"
+    assert rest["digest"] == whole["digest"]

@@ -10,7 +10,7 @@ Adapters have rank 16, on every linear layer of a block. The base is read from i
 random, and those of all blocks are the same, since one is made and written again under other names. torch's allocator
 refuses more than the case's part of the device. ``--folder`` is the "SSD": a folder in memory (``/dev/shm``) takes
 17 and 40 GB there. The first step, which allocates, is not in the median. A case runs in a process of its own.
-With ``--small`` both cases are tiny, and it runs where there is no device, too.
+With ``--small`` both cases are tiny, and it runs where there is no device, too. It has not been run on a device yet.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Case:
     """Sizes of a Llama and of its only micro-batch, and the memory that it may take."""
 
     width: int
-    inner: int
+    mlp_width: int
     blocks: int
     heads: int
     key_value_heads: int
     vocabulary: int = 128_256
     tokens: int
-    packed: bool
+    in_nf4: bool
     device_bytes: int = 24 * GB
     host_bytes: int
 
     def config(self, blocks: int) -> dict:
         return {
-            "hidden_size": self.width, "intermediate_size": self.inner, "num_hidden_layers": blocks,
+            "hidden_size": self.width, "intermediate_size": self.mlp_width, "num_hidden_layers": blocks,
             "num_attention_heads": self.heads, "num_key_value_heads": self.key_value_heads,
             "vocab_size": self.vocabulary, "max_position_embeddings": self.tokens, "tie_word_embeddings": False,
             "bos_token_id": 0, "eos_token_id": 1,
@@ -64,17 +64,17 @@ class Case:
 
 
 CASES = {
-    "8b": Case(width=4096, inner=14336, blocks=32, heads=32, key_value_heads=8, tokens=49_152, packed=False,
+    "8b": Case(width=4096, mlp_width=14336, blocks=32, heads=32, key_value_heads=8, tokens=49_152, in_nf4=False,
                host_bytes=16 * GB),
-    "70b": Case(width=8192, inner=28672, blocks=80, heads=64, key_value_heads=8, tokens=2_048, packed=True,
+    "70b": Case(width=8192, mlp_width=28672, blocks=80, heads=64, key_value_heads=8, tokens=2_048, in_nf4=True,
                 host_bytes=32 * GB),
 }  # fmt: skip
 SMALL = {
     name: Case(
-        width=64, inner=128, blocks=3, heads=2, key_value_heads=1, vocabulary=512, tokens=64, packed=packed,
+        width=64, mlp_width=128, blocks=3, heads=2, key_value_heads=1, vocabulary=512, tokens=64, in_nf4=in_nf4,
         device_bytes=2 * GB, host_bytes=4 * GB,
     )
-    for name, packed in {"8b": False, "70b": True}.items()
+    for name, in_nf4 in {"8b": False, "70b": True}.items()
 }  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def batch(case: Case, step: int) -> dict[str, torch.Tensor]:
 
 
 def write_folder(case: Case, folder: Path) -> None:
-    """Write the folder of a model of which one block was made; it is written under the name of each."""
+    """Write the folder of a model: make one block and store it under the name of every block."""
     import transformers
 
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def write_folder(case: Case, folder: Path) -> None:
     torch.set_default_dtype(torch.float32)
     plain = folder.with_name("plain")
     model.save_pretrained(plain, max_shard_size="1TB")
-    if case.packed:
+    if case.in_nf4:
         del model
         settings = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,

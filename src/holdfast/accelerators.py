@@ -116,11 +116,10 @@ def marks(devices: Iterable[torch.device]) -> list[Any]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the calling thread is capturing what it does on ``device`` as a graph. Replays run no Python."""
-    asked = (
-        getattr(module_of(device), "is_current_stream_capturing", None) if is_accelerator(device) else None
-    )
-    return asked is not None and asked()
+    """Return whether the calling thread captures a graph on ``device``, whose replays run no Python."""
+    if not is_accelerator(device):
+        return False
+    return getattr(module_of(device), "is_current_stream_capturing", lambda: False)()
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -16,6 +17,7 @@ from torch.utils.data import (
 
 from holdfast.errors import RunMismatch
 from holdfast.integrations.shared.epoch_batches import EpochBatches
+from holdfast.integrations.shared.position import Batches
 
 
 def shards(data, batch, ranks, sampler=None, drop_last=False):
@@ -120,3 +122,37 @@ def test_a_step_splits_the_batches_that_a_script_gives_for_all_ranks():
     inner = BatchSampler(SequentialSampler(DATA), 12, False)
     split = data_loader.BatchSamplerShard(inner, 4, 0, split_batches=True)
     assert EpochBatches.of(split, DATA, ranks=4).batch == 12
+
+
+def batches_of(samples=8):
+    return Batches(DataLoader(range(samples), batch_size=2), num_ranks=1)
+
+
+def test_a_pass_that_was_left_has_ended_and_its_saved_place_lies_within_it():
+    batches = batches_of()
+    for batch in batches:
+        if batch[0] == 2:
+            break
+    assert batches.epoch == 1
+    found = batches.state_dict()
+    assert (found["epoch"], found["count"]) == (0, 2)
+    batches.end_left_pass()
+    found = batches.state_dict()
+    assert (batches.epoch, found["epoch"], found["count"]) == (1, 1, 0)
+    assert len(list(batches)) == 4 and batches.epoch == 2
+
+
+def test_a_peek_before_a_resume_counts_no_pass():
+    whole = batches_of()
+    list(whole)
+    begun = iter(whole)
+    next(begun)
+    again = batches_of()
+    peek = iter(again)
+    next(peek)
+    again.load_state_dict(whole.state_dict())
+    again.resumed()
+    del peek
+    assert again.epoch == 1
+    assert [batch.tolist() for batch in again] == [[2, 3], [4, 5], [6, 7]]
+    assert again.epoch == 2

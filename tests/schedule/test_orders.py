@@ -74,7 +74,7 @@ def expected_traffic(
         if not placement.activations[i] and i < n - 1 and not kept:
             moved["load_input"] += m * s
             moved["store_input"] += m * s
-    stay = not work.unified and s * m <= STAYING_BYTES
+    stay = not work.unified and placement.saving.inputs_stay and s * m <= STAYING_BYTES
     moved |= between_blocks(order, n, m, s, shape.order == "snake", stay)
     if n > 1:
         moved["upload_input"] -= sum(is_kept(shape, i, n) for i in range(n)) * m * s

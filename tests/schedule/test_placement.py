@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import BadInput, DoesNotFit
-from holdfast.quantities import ample_budget, parse_bytes
+from holdfast.quantities import MiB, ample_budget, parse_bytes
 from holdfast.schedule.horizontal import horizontal
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.planner.placement import choose
@@ -112,3 +112,24 @@ def test_whatever_is_chosen_fits_and_keeps_what_was_asked(budget, asked, count, 
         if isinstance(fraction, float):
             alone = BlockPlacement.fractions(count, **{kind: fraction})
             assert getattr(chosen, kind) == getattr(alone, kind)
+
+
+THERE = replace(WORK, unified=False, input_bytes=32 * MiB)
+
+
+def test_a_shorter_step_takes_no_more_of_a_device_than_the_announced():
+    """Inputs of 16 micro-batches would stay, those of 17 do not."""
+    placement = choose(THERE, StepShape(micro_batches=17), None)
+    announced = predict(THERE, placement, StepShape(micro_batches=17)).device_bytes
+    assert all(
+        predict(THERE, placement, StepShape(micro_batches=m)).device_bytes <= announced for m in range(1, 17)
+    )
+
+
+def test_inputs_move_where_a_device_has_no_room_for_them():
+    stays = choose(THERE, StepShape(micro_batches=8), None)
+    moves = replace(stays, saving=replace(stays.saving, inputs_stay=False))
+    most, least = (predict(THERE, each, StepShape(micro_batches=8)).device_bytes for each in (stays, moves))
+    assert least < most
+    assert choose(THERE, StepShape(micro_batches=8), None, device_budget_bytes=most) == stays
+    assert choose(THERE, StepShape(micro_batches=8), None, device_budget_bytes=most - 1) == moves

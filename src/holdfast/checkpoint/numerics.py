@@ -10,7 +10,7 @@ and by recovery for its warnings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -34,24 +34,23 @@ def computing() -> dict[str, Any]:
     }
 
 
-def product_precision() -> str | dict[str, str]:
-    """Return the precision of fp32 matrix products: torch's name of it, or one by backend.
+def product_precision() -> dict[str, str]:
+    """Return the precision of fp32 matrix products by backend, and torch's one name of it.
 
-    torch has the one name no longer once a script has set backends one by one.
+    torch refuses that name where a script has set single backends otherwise.
     """
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+    found = {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+    with suppress(RuntimeError):
+        found["name"] = torch.get_float32_matmul_precision()
+    return found
 
 
-def set_product_precision(precision: str | Mapping[str, str]) -> None:
-    """Set a result of ``product_precision``."""
-    if isinstance(precision, str):
-        torch.set_float32_matmul_precision(precision)
-        return
-    for name, each in precision.items():
-        getattr(torch.backends, name).matmul.fp32_precision = each
+def set_product_precision(precision: Mapping[str, str]) -> None:
+    """Restore what ``product_precision`` returned."""
+    if "name" in precision:
+        torch.set_float32_matmul_precision(precision["name"])  # sets the backends, too
+    for name in precision.keys() - {"name"}:
+        getattr(torch.backends, name).matmul.fp32_precision = precision[name]
 
 
 def recorded_settings(progress: Mapping[str, Any], base: Mapping[str, Any]) -> Settings:
@@ -63,8 +62,8 @@ def recorded_settings(progress: Mapping[str, Any], base: Mapping[str, Any]) -> S
     return progress.get("computing", {"threads": replay["threads"]} if "threads" in replay else {})
 
 
-def needs_threads(state: LiveState, after_update: Callable | None) -> bool:
-    """Return whether the bits of a step may depend on the number of threads, and on the precision of products.
+def depends_on_products(state: LiveState, after_update: Callable | None) -> bool:
+    """Return whether the bits of a step may depend on the number of threads or the precision of matrix products.
 
     An elementwise update has the same bits with any.
     """

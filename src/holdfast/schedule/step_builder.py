@@ -55,10 +55,11 @@ def device_input_slots(input_bytes: float) -> int:
     return DEVICE_SLOTS + (2 if 0 < input_bytes <= LEAD_BYTES else 0)
 
 
-def tensors_stay(input_bytes: float, micro_batches: int) -> bool:
-    """Return whether what flows between two blocks stays on a separate device until the next block uses it.
+def inputs_stay_on_device(input_bytes: float, micro_batches: int) -> bool:
+    """Return whether what flows between two blocks may stay on a separate device until the next block uses it.
 
-    That takes the inputs of all micro-batches at once, and saves three copies of five. An unknown size is given as 0.
+    That takes device memory for the inputs of all micro-batches, and saves three copies of five. A size of 0 is
+    unknown.
     """
     return 0 < input_bytes * micro_batches <= STAYING_BYTES
 
@@ -101,7 +102,8 @@ class StepBuilder:
     def all_stay(self) -> bool:
         """True if every input and gradient is still on a separate device when the next block needs it."""
         there = self.block_by_block and not self.work.unified
-        return there and tensors_stay(self.work.input_bytes, self.in_flight)
+        may = there and self.placement.saving.inputs_stay
+        return may and inputs_stay_on_device(self.work.input_bytes, self.in_flight)
 
     @property
     def output_slots(self) -> int:

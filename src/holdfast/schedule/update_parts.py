@@ -257,7 +257,7 @@ def states_written(s: StepBuilder, block: int) -> tuple[Key, ...]:
     """Return what the first computation of a pass over ``block`` needs that takes the place of states.
 
     Slots bound the buffers of steps of one kind. The previous step may have been of another kind. A state that this
-    step has written already was read by it, after the previous step had written it.
+    step has already written needs no wait: this step read it after the previous step had written it.
     """
     if not s.workspace(block, 0):
         return ()

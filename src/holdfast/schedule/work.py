@@ -250,6 +250,9 @@ class MemorySaving:
     memory than a block (``StepBuilder.workspace``). Only where the device computes in host memory.
     """
 
+    inputs_stay: bool = True
+    """True if small block inputs may stay on a separate device (``step_builder.inputs_stay_on_device``)."""
+
     def describe(self) -> list[str]:
         """Return what is done to save memory, as texts for a person."""
         one = [] if self.keeps_copies else ["compute copies that updates read again"]
@@ -258,15 +261,16 @@ class MemorySaving:
         return one + ([] if self.loads_ahead else ["nothing read ahead"])
 
 
-FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False, False, False)
+FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False, False, False, False)
 MEMORY_SAVINGS = (
+    FASTEST,
     *(
-        MemorySaving(grad_slots, resident_state, keeps_copies)
+        MemorySaving(grad_slots, resident_state, keeps_copies, inputs_stay=False)
         for resident_state in (True, False)
         for grad_slots in (2, 1)
         for keeps_copies in (True, False)
     ),
-    MemorySaving(1, False, True, False),
+    MemorySaving(1, False, True, False, False),
     LEAST_MEMORY,
 )
 """The fastest first, and last the one that takes least memory."""

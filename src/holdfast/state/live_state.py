@@ -110,8 +110,8 @@ class LiveState:
         """The state of each optimizer that belongs to no parameter, where a training loop has that observed."""
         self.layouts: dict[str, list[list[int]]] = {}
         """Shape and strides, by key, of loaded tensors whose layout is not the usual one."""
-        self.places: dict[str, bool] = {}
-        """True for loaded tensors that stay on the host, by key, False for others, where that is not as usual."""
+        self.on_host: dict[str, bool] = {}
+        """True for loaded optimizer tensors that stay on the host, by key, False for others, where that is unusual."""
         self.elsewhere: Collection[str] = ()
         """Names of the parameters and buffers that any rank holds: more than this one in a pipeline."""
 
@@ -318,18 +318,18 @@ class LiveState:
                     found[f"{parameter.name}/{slot}"] = [list(value.shape), list(value.stride())]
         return found
 
-    def _places_now(self) -> dict[str, bool]:
+    def on_host_now(self) -> dict[str, bool]:
         """Return whether optimizer tensors are on the host, by key, where that is not as usual beside a device.
 
         Of parameters in host memory it is what was loaded.
         """
         found = {}
         for parameter in self.stored:
-            is_there = parameter.parameter.device.type != "cpu"
+            on_device = parameter.parameter.device.type != "cpu"
             for slot, value in self._state(parameter).items():
                 key, usual = f"{parameter.name}/{slot}", self._usually_on_host(parameter.name, slot)
                 is_on_host = value.device.type == "cpu" if type(value) is torch.Tensor else usual
-                if (place := is_on_host if is_there else self.places.get(key, usual)) != usual:
+                if (place := is_on_host if on_device else self._stays_on_host(parameter.name, slot)) != usual:
                     found[key] = place
         return found
 
@@ -343,14 +343,14 @@ class LiveState:
     def standing(self) -> dict[str, Any]:
         """Return, as JSON, the optimizers' state besides tensors that a snapshot has in its progress.
 
-        It consists of values, layouts, places, and state that belongs to no parameter.
+        It consists of values, layouts, what is on the host, and state that belongs to no parameter.
         """
-        layouts, places = self.layouts_now(), self._places_now()
+        layouts, on_host = self.layouts_now(), self.on_host_now()
         own = [each.carried(self) for each in self.own]
         return {
             "values": self.values(),
             **({"layouts": layouts} if layouts else {}),
-            **({"places": places} if places else {}),
+            **({"on_host": on_host} if on_host else {}),
             **({"own": own} if any(own) else {}),
         }
 
@@ -512,8 +512,8 @@ class LiveState:
             optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
 
     def _stays_on_host(self, name: str, slot: str) -> bool:
-        """Return whether the state ``slot`` of a parameter on a device was on the host, or would be as a new one."""
-        return self.places.get(f"{name}/{slot}", self._usually_on_host(name, slot))
+        """Return whether the state ``slot`` stays on the host: as it was loaded, else as in a new optimizer."""
+        return self.on_host.get(f"{name}/{slot}", self._usually_on_host(name, slot))
 
     def _usually_on_host(self, name: str, slot: str) -> bool:
         group = self.optimizers[self._optimizer_of[name]].param_groups[self._parameter[name].group or 0]

@@ -35,7 +35,7 @@ from ...store.run_store import LocalStore
 from ..arithmetic import DESCRIPTIONS, arithmetic_here, differing, operations_of
 from ..compression.codecs import ShardingMismatch, Spreads
 from ..log.recorder import BOUND
-from ..numerics import computing_as, needs_threads, recorded_settings
+from ..numerics import computing_as, depends_on_products, recorded_settings
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
 from .replay import FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
@@ -342,7 +342,7 @@ class Lineage:
             wanted = each.owners | ({RESIDUAL} if stream == with_buffers else set())
             later = {unit for units in each.later.values() for unit in units}
             state.layouts |= each.share.progress.get("layouts", {})
-            state.places |= each.share.progress.get("places", {})
+            state.on_host |= each.share.progress.get("on_host", {})
             state.rebound |= state.carried.intersection(self.progress(0).get("rebound", ()))
             each.share.load(state, each.share.files.keys() - later, wanted, self.watch.loaded)
             state.load_standing(each.share.progress, each.owners)
@@ -404,7 +404,7 @@ class Lineage:
                 how = recorded_settings(taken[0].about["progress"], found[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
-                    with computing_as(how, needs_threads(state, after_update)):
+                    with computing_as(how, depends_on_products(state, after_update)):
                         apply(state, taken, again)
                 except ShardingMismatch as error:  # of a later timeline, whose own snapshot is not whole
                     raise ReplayMismatch(step) from error
@@ -606,7 +606,7 @@ class ShardState(LiveState):
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
         self.residuals, self.own_residuals = {}, False
-        self.own, self.layouts, self.carried, self.rebound = (), {}, set(), set()
+        self.own, self.layouts, self.on_host, self.carried, self.rebound = (), {}, {}, set(), set()
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """The buffers that were loaded last, by key."""
         self.wholes = {name: state.wholes[name] for name in self.boxes}
@@ -639,6 +639,7 @@ class ShardState(LiveState):
 def copy_into(source: LiveState, into: LiveState) -> None:
     """Copy the content of ``source`` into ``into``, where each parameter of ``source`` is a region of a parameter."""
     into.layouts |= source.layouts_now()
+    into.on_host |= source.on_host_now()
     for parameter in source.parameters:
         box = source.boxes[parameter.name]
         whole = {}

@@ -30,7 +30,7 @@ from ...store.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
 from ..arithmetic import arithmetic_here
-from ..numerics import needs_threads, recorded_settings, settings_warnings
+from ..numerics import depends_on_products, recorded_settings, settings_warnings
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, Reached, ReplayMismatch
@@ -373,7 +373,7 @@ class _Search:
             for names in line.apart(self.state, line.stream_of(rank))
         ]
         return problems + settings_warnings(
-            recorded_settings(progress, base), needs_threads(self.state, self.after_update)
+            recorded_settings(progress, base), depends_on_products(self.state, self.after_update)
         )
 
     def no_intact_snapshot(self, bases: list[CommitRef]) -> Exception:

@@ -40,7 +40,7 @@ from ...store.format.manifest import this_writer
 from ...store.run_store import LOCK, LocalStore
 from ..capture import state_digests
 from ..log.recorder import InlineRecorder
-from ..numerics import computing_as, needs_threads
+from ..numerics import computing_as, depends_on_products
 from ..recovery.model_description import RankState, adopt, rebuild, updating_devices
 from ..recovery.replay import FlatViews, ReplayRecord, apply, clip_as_recorded, fingerprint
 from ..recovery.run_recovery import BY, recover
@@ -249,7 +249,9 @@ class ReplicaServer:
             self._equal = False  # until the step is complete
             failpoints.reach("before_replica_update")
             try:
-                with computing_as(record["progress"].get("computing", {}), needs_threads(self._state, None)):
+                with computing_as(
+                    record["progress"].get("computing", {}), depends_on_products(self._state, None)
+                ):
                     clip_as_recorded(record, parts)
                     apply(self._state, [ReplayRecord(record, parts)])
                 failpoints.reach("after_replica_update")

@@ -131,17 +131,14 @@ class FrozenChunks:
 
     def compare(self, waiting: Sequence[SnapshotChunk], owned: Mapping[str, Held]) -> bool:
         """Have the chunks ``waiting`` compared with their files, some in each step. Return whether all are."""
-        at_once = self._waits or (
-            sum(unit.layout.file_bytes for unit in waiting) <= COMPARED_AT_ONCE
-            and not any(
-                devices_of(unit.tensors_of(owned).values()) for unit in waiting
-            )  # which would be waited for
-        )
+        are_small = sum(unit.layout.file_bytes for unit in waiting) <= COMPARED_AT_ONCE
+        on_device = any(devices_of(unit.tensors_of(owned).values()) for unit in waiting)
+        at_once = self._waits or (are_small and not on_device)  # training would wait for a device
         under_way = 0
         for unit in waiting:
             if unit.name not in self._compared and under_way < COMPARED_BYTES_PER_STEP:
                 done = self._compared[unit.name] = Future()
-                comparison = self._comparison(unit, owned, whole=at_once)
+                comparison = self._comparison(unit, owned, whole=at_once or are_small)
                 if at_once:
                     done.set_result(comparison(lambda: None))
                 else:

@@ -167,6 +167,7 @@ class OffloadedLoop:
     def save(self) -> None:
         """Make the newest step durable."""
         self._refuse_amid("save_state was called")
+        self._end_left_pass()
         self._complete_early(self.open())
         self.open().save()
 
@@ -176,9 +177,15 @@ class OffloadedLoop:
         if self.weights_are_here:
             return None
         self._refuse_amid("the model's weights were asked for")
+        self._end_left_pass()
         assert self.engine is not None
         self._complete_early(self.engine)
         return weights_of(self.engine, self.model)
+
+    def _end_left_pass(self) -> None:
+        """End a pass that a ``break`` left, as a script shows that saves after it; one that an error leaves goes on."""
+        if self.batches is not None and sys.exc_info()[1] is None:
+            self.batches.position.end_left_pass()
 
     # The loop
 

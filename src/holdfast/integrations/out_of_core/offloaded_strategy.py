@@ -87,6 +87,7 @@ class OffloadedStrategy(SingleDeviceStrategy):
         )
 
     def setup_environment(self) -> None:
+        """Choose the device, which the accelerator knows only now."""
         if self._follows_accelerator and self.accelerator is not None:
             devices = self.accelerator.parse_devices(1)
             [self._root_device] = self.accelerator.get_parallel_devices(devices)

@@ -139,8 +139,8 @@ class LoaderPlace:
 class Batches:
     """The batches of ``loader``, to be iterated over in its place. A pass is an epoch, also if it was left early.
 
-    One that was left has ended when the next begins: an error leaves a pass as a ``break`` does, and the remaining
-    batches are those of the process that continues.
+    One that was left (by an error, by a ``break``) has ended for who asks for ``epoch``. A saved position lies within
+    it until ``end_left_pass`` or the next pass, so that a resume trains the batches that an error left.
 
     ``elastic`` is true because this class itself refuses another number of ranks where a place would mean another one.
     """
@@ -152,34 +152,42 @@ class Batches:
         """Wrap the loader, as ``LoaderPlace`` does. Raises ``BadInput`` for one whose batches cannot be skipped."""
         self.loader = loader
         self.place = LoaderPlace(loader, num_ranks, accumulation, moves)
-        self.epoch = 0
-        """The number of passes that have ended."""
+        self._epoch = 0
         self.count = 0
         """The number of batches of the current pass that were handed out."""
         self._restored: dict[str, Any] | None = None
-        self._is_left = False
+        self._is_left, self._newest = False, object()
+
+    @property
+    def epoch(self) -> int:
+        """The number of passes that have ended."""
+        return self._epoch + self._is_left
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         self.end_left_pass()
-        number, self._is_left = getattr(self.loader, "iteration", None), True
-        for batch in self.loader:
-            self.count += 1
-            yield batch
+        number, newest = getattr(self.loader, "iteration", None), object()
+        self._newest = newest
+        try:
+            for batch in self.loader:
+                self.count += 1
+                yield batch
+        finally:
+            self._is_left |= self._newest is newest  # an older one may be let go of late
         if number is not None:  # accelerate does not count a pass without remaining batches
             self.loader.iteration = number + 1
         self.end_left_pass()
 
     def end_left_pass(self) -> None:
-        """Count the pass that was begun, if any, as ended."""
+        """Let saved positions lie after the pass that was left, if one was."""
         if self._is_left:
-            self.epoch, self.count, self._is_left = self.epoch + 1, 0, False
+            self._epoch, self.count, self._is_left = self._epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         iteration = getattr(self.loader, "iteration", None)
-        return {"epoch": self.epoch, "iteration": iteration, **self.place.state(self.count)}
+        return {"epoch": self._epoch, "iteration": iteration, **self.place.state(self.count)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place.check(state)
@@ -189,7 +197,8 @@ class Batches:
         """Continue from the restored state. Called when the generators are where the run had them."""
         if self._restored is not None:
             self.place.load(self._restored, random_state())
-            self.epoch, self.count = self._restored["epoch"], self.place.count_of(self._restored)
+            self._epoch, self.count = self._restored["epoch"], self.place.count_of(self._restored)
+            self._is_left, self._newest = False, object()
             if self._restored["iteration"] is not None:
                 self.loader.iteration = self._restored["iteration"]
 

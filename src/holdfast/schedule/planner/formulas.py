@@ -22,7 +22,7 @@ from ..step_builder import (
     STATE_SLOTS,
     UPDATED_SLOTS,
     device_input_slots,
-    tensors_stay,
+    inputs_stay_on_device,
 )
 from ..work import tile_count
 from .training_setting import Affine, Setting
@@ -55,7 +55,7 @@ class Phase:
 
 def forward(s: Setting) -> Phase:
     """Return the forward pass, with the delayed updates of the step before."""
-    m, size, stay = s.micro_batches, s.input_bytes, _staying(s)
+    m, size, stay = s.micro_batches, s.input_bytes, _num_staying(s)
     params, state, inputs, delayed = (
         on_ssd(s, "params"),
         on_ssd(s, "optimizer"),
@@ -79,7 +79,7 @@ def forward(s: Setting) -> Phase:
 
 def backward(s: Setting) -> Phase:
     """Return the backward pass with the recomputation, and the updates that are not delayed."""
-    m, size, stay = s.micro_batches, s.input_bytes, _staying(s)
+    m, size, stay = s.micro_batches, s.input_bytes, _num_staying(s)
     params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
     has_copy = _copies_alone(s) + (1 - Affine.of("params")) * s.holds_copies
     return Phase(
@@ -181,8 +181,9 @@ def device_bytes(s: Setting) -> float:
 
     The model's own forward holds one block input for each micro-batch.
     """
-    brought = (1 if _all_stay(s) else 2) * device_input_slots(s.input_bytes)
-    inputs = (brought + OUTPUT_SLOTS + (1 + _all_stay(s)) * s.micro_batches) * s.input_bytes
+    stay = _all_stay(s)
+    brought = (2 - stay) * device_input_slots(s.input_bytes)
+    inputs = (brought + OUTPUT_SLOTS + (1 + stay) * s.micro_batches) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.frozen_resident_bytes
     block = DEVICE_SLOTS * s.largest_param_bytes + s.saving.grad_slots * s.largest_grad_bytes
     block += s.tied_param_bytes + s.tied_grad_bytes
@@ -233,10 +234,10 @@ def frozen_read_bytes(s: Setting) -> Affine:
 def _all_stay(s: Setting) -> bool:
     """Return whether all tensors between two blocks stay on a separate device until they are used."""
     alone = not (s.machine.device_shares_host or s.method.paper)
-    return alone and tensors_stay(s.input_bytes, s.micro_batches)
+    return alone and s.saving.inputs_stay and inputs_stay_on_device(s.input_bytes, s.micro_batches)
 
 
-def _staying(s: Setting) -> int:
+def _num_staying(s: Setting) -> int:
     """Return the number of micro-batches whose tensors between two blocks stay on the device."""
     return s.micro_batches if _all_stay(s) else int(s.method.order == "snake")
 
@@ -296,9 +297,9 @@ def _host_bytes(s: Setting) -> Affine:
     """
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
-    last = 0 if _all_stay(s) else m
-    rows = (s.units - 1) * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + last * inputs
-    rows += (0 if _all_stay(s) else m + 1) + m * shares
+    stay = _all_stay(s)
+    rows = (s.units - stay) * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs)
+    rows += (1 - stay) * (m + 1) + m * shares
     held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
     resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
     resident += s.frozen_resident_bytes

@@ -123,7 +123,7 @@ def savings(setting: Setting) -> list[MemorySaving]:
     every = [each for each in every if each.keeps_copies or setting.method.is_split]
     machine = setting.machine
     if machine.device_shares_host:
-        return every
+        return list(dict.fromkeys(replace(each, inputs_stay=True) for each in every))
     every = [each for each in every if each.loads_ahead]
     needs = [formulas.device_bytes(replace(setting, saving=each)) for each in every]
     return [e for e, needed in zip(every, needs) if needed <= machine.device_memory_bytes] or every

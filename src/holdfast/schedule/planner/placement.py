@@ -16,6 +16,7 @@ from ...errors import BadInput, DoesNotFit
 from ...quantities import ample_budget, format_bytes
 from ..memory_use import MakesOps, Memory, largest_fitting, predict
 from ..mezo_schedule import zeroth
+from ..step_builder import inputs_stay_on_device
 from ..vertical import vertical
 from ..work import FASTEST, MEMORY_SAVINGS, BlockPlacement, MemorySaving, StepShape, Work
 
@@ -92,7 +93,7 @@ class _Search:
     def choose_saving(self, fractions: dict[str, float]) -> None:
         """Take the first saving that fits in host memory, and on a separate device if one does; else the last."""
         fitting = []
-        for saving in savings_of(self.work, self.schedule, self.savings):
+        for saving in savings_of(self.work, self.shape, self.schedule, self.savings):
             self.saving = saving
             if self.fits(fractions):
                 fitting.append(saving)
@@ -134,17 +135,21 @@ class _Search:
 
 
 def savings_of(
-    work: Work, schedule: MakesOps, savings: Sequence[MemorySaving] = MEMORY_SAVINGS
+    work: Work, shape: StepShape, schedule: MakesOps, savings: Sequence[MemorySaving] = MEMORY_SAVINGS
 ) -> list[MemorySaving]:
     """Return those ``savings`` with which ``schedule`` works, and which save something.
 
     MeZO has no operation that reads the resident state. Copies wait for updates only where they are parts of masters.
-    Copies for a separate device are always read ahead.
+    Copies for a separate device are always read ahead. Inputs stay there in steps of ``shape``, or in none.
     """
     is_split = any(block.is_split for block in work.blocks)
     found = [each for each in savings if each.resident_state or schedule is not zeroth]
-    found = [each for each in found if each.loads_ahead or work.unified]
-    return [each for each in found if each.keeps_copies or is_split]
+    found = [each for each in found if each.keeps_copies or is_split]
+    if work.unified:  # it makes no difference
+        return list(dict.fromkeys(replace(each, inputs_stay=True) for each in found))
+    found = [each for each in found if each.loads_ahead]
+    may_stay = inputs_stay_on_device(work.input_bytes, shape.micro_batches)
+    return list(dict.fromkeys(replace(each, inputs_stay=each.inputs_stay and may_stay) for each in found))
 
 
 def checked(kind: str, value: Fraction) -> float | None:

@@ -217,7 +217,7 @@ class _Search:
                 held_bytes=q.held_bytes,
                 order=ORDER,
                 device_budget_bytes=q.device_budget,
-                savings=savings_of(q.work, q.schedule),
+                savings=savings_of(q.work, q.shape, q.schedule),
                 **q.asked,
             )
         except DoesNotFit as error:
@@ -342,7 +342,7 @@ class _Search:
     def _variants(self, placement: BlockPlacement, shape: StepShape) -> list[BlockPlacement]:
         """Return ``placement`` with each saving that fits on the device; with all if none does."""
         q = self.question
-        made = [replace(placement, saving=each) for each in savings_of(q.work, q.schedule)]
+        made = [replace(placement, saving=each) for each in savings_of(q.work, q.shape, q.schedule)]
         if q.work.unified or q.device_budget is None:
             return made
         return [p for p in made if self._memory(p, shape).device_bytes <= q.device_budget] or made

@@ -50,9 +50,15 @@ def cuda(request):
     return request.param
 
 
-@pytest.fixture
-def same_bits():
-    """Kernels have the same bits every time."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+@pytest.fixture(autouse=True)
+def restored_settings():
+    """What a test sets in torch is undone."""
     yield
     torch.use_deterministic_algorithms(False)
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def same_bits(restored_settings):
+    """Kernels have the same bits every time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -23,12 +23,6 @@ CONFIG = DecoderConfig(blocks=4, width=128, heads=4, kv_heads=2, context=64, dro
 STEPS, MICRO_BATCHES = 5, 3
 
 
-@pytest.fixture(autouse=True)
-def as_before():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def make() -> Decoder:
     torch.manual_seed(0)
     return Decoder(CONFIG)

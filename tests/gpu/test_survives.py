@@ -24,12 +24,6 @@ pytestmark = [
 STEPS = 9
 
 
-@pytest.fixture(autouse=True)
-def as_before():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def same(one, other):
     assert one.keys() == other.keys()
     return all(torch.equal(one[name], other[name]) for name in one)

@@ -13,6 +13,7 @@ A model of any size is measured in a second, before anything is allocated.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -141,6 +142,7 @@ class _Probe:
         if self.blocks.epilogue:
             args, kwargs = moving(self._pass(index, args, kwargs), ()), {}
         self.blocks_flop = self.counter.flop
+        gc.collect()  # a model's own cycles, which would be freed while the last block is measured
         self.last_start, self.counter.peak = self.counter.live, self.counter.live
         if self.blocks.epilogue:
             return args

@@ -33,7 +33,7 @@ def keys_of(event, step):
 
 @pytest.mark.slow
 def test_the_first_and_the_third_step_are_recorded_whole(tmp_path):
-    options = {"write_limit": 800_000, "recomputed_fraction": 1.0}
+    options = {"write_limit": 300_000, "recomputed_fraction": 1.0}
     with offload(tmp_path, **options) as engine:  # writes of a step go on beside the next
         for number in range(5):
             engine.step(batches(number, 2))

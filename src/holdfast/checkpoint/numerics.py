@@ -2,9 +2,8 @@
 
 The number of torch's threads changes the order of sums in a matrix product, fp32 products may be made of TF32 or bf16
 ones, denormal numbers may be flushed to zero, and the default dtype applies to tensors made without one, such as step
-counts. Replay computes under the recorded
-settings, and those of the process are restored afterwards. Called where progress is recorded, by replay and replicas,
-and by recovery for its warnings.
+counts. Replay computes under the recorded settings, and those of the process are restored afterwards. Called where
+progress is recorded, by replay and replicas, and by recovery for its warnings.
 """
 
 from __future__ import annotations

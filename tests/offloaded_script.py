@@ -78,7 +78,7 @@ def make(kind: type[Trainer], output: object, *, callbacks: Any = (), **options:
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
     """What was logged, without times."""
-    timed = ("runtime", "per_second", "preparation_time")
+    timed = ("runtime", "per_second", "preparation_time", "step_time")
     return [
         {key: value for key, value in entry.items() if not key.endswith(timed)}
         for entry in trainer.state.log_history

@@ -12,9 +12,14 @@ pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
-from holdfast.errors import BadInput  # noqa: E402
+from holdfast.errors import BadInput, ModelNotSupported  # noqa: E402
 from holdfast.integrations.transformers import offloaded  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
 from offloaded_script import logged  # noqa: E402
@@ -106,6 +111,30 @@ def reward(kind, folder, output, *, callbacks=(), **options):
     )
 
 
+def policy(kind, folder, output, *, trainer="GRPO", adapters=False, callbacks=(), **options):
+    """A policy whose texts are the better, the more letters they have."""
+    import datasets
+    import trl
+
+    prompts = datasets.Dataset.from_dict({"prompt": PAIRS["prompt"]})
+    usual = {key: value for key, value in USUAL.items() if key != "max_length"}
+    own = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1 if adapters else 0.0}
+    return kind(getattr(trl, f"{trainer}Trainer"))(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        args=getattr(trl, f"{trainer}Config")(output_dir=str(output), **usual | own | options),
+        reward_funcs=letters,
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(2)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=lora() if adapters else None,
+        callbacks=list(callbacks),
+    )
+
+
+def letters(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
 def lora():
     torch.manual_seed(1)
     return peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -123,6 +152,9 @@ SCRIPTS = {
     "dpo reference": (dpo, {}),
     "dpo adapters": (dpo, {"adapters": True}),
     "reward": (reward, {}),
+    "grpo": (policy, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}),
+    "grpo adapters": (policy, {"adapters": True}),
+    "rloo": (policy, {"trainer": "RLOO"}),
 }
 
 
@@ -132,6 +164,7 @@ def test_the_log_is_that_of_the_script_in_memory(tmp_path, folder, name):
     plain = script(itself, folder, tmp_path / "a", **options)
     trainer = script(offloaded, folder, tmp_path / "b", **options)
     for each in (plain, trainer):
+        torch.manual_seed(0)  # which draws the tokens of texts
         each.train()
     same(logged(trainer), logged(plain))
     trainer.engine.close()
@@ -139,13 +172,18 @@ def test_the_log_is_that_of_the_script_in_memory(tmp_path, folder, name):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sft", "sft adapters", "dpo adapters"])
+@pytest.mark.parametrize("name", ["sft", "sft adapters", "dpo adapters", "grpo adapters"])
 def test_an_interrupted_script_ends_the_same(tmp_path, folder, name):
     script, options = SCRIPTS[name]
     whole = script(offloaded, folder, tmp_path / "a", **options, logging_first_step=True)
+    torch.manual_seed(0)
     whole.train()
+    interrupted = script(
+        offloaded, folder, tmp_path / "b", callbacks=[Interrupt(3, "on_step_end")], **options
+    )
+    torch.manual_seed(0)
     with pytest.raises(Interrupted):
-        script(offloaded, folder, tmp_path / "b", callbacks=[Interrupt(3, "on_step_end")], **options).train()
+        interrupted.train()
     trainer = script(offloaded, folder, tmp_path / "b", **options)
     trainer.train()
     assert logged(trainer) == logged(whole)
@@ -165,11 +203,43 @@ def test_adapters_are_saved_alone(tmp_path, folder):
     assert {path.name for path in (tmp_path / "saved").iterdir()} & {"model.safetensors"} == set()
 
 
-def test_generation_between_steps_is_refused():
-    import trl
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_iterations": 2}, "num_iterations is 4, and a step has 2 micro-batches.*num_iterations=1"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True does not work"),
+    ],
+)
+def test_texts_of_other_weights_are_refused(tmp_path, folder, options, said):
+    with pytest.raises(BadInput, match=said):
+        policy(offloaded, folder, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "_holdfast").exists()
 
-    with pytest.raises(BadInput, match="generates texts between steps"):
-        offloaded(trl.GRPOTrainer)
+
+class Talks(TrainerCallback):
+    """Continues a text after the second step."""
+
+    def __init__(self):
+        self.texts = []
+
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        if state.global_step == 2:
+            tokens = processing_class(words(0, 4), return_tensors="pt")
+            with torch.no_grad():
+                self.texts.append(model.generate(**tokens, max_new_tokens=4, do_sample=False).tolist())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_callback_may_generate_between_steps(tmp_path, folder, adapters):
+    plain, held = Talks(), Talks()
+    sft(itself, folder, tmp_path / "a", adapters=adapters, callbacks=[plain]).train()
+    trainer = sft(offloaded, folder, tmp_path / "b", adapters=adapters, callbacks=[held])
+    trainer.train()
+    assert held.texts == plain.texts and len(held.texts) == 1
+    with pytest.raises(ModelNotSupported, match="Call it under"):
+        trainer.model(input_ids=torch.ones(1, 2, dtype=torch.int64))
+    trainer.engine.close()
+    assert "forward" not in vars(trainer.model)
 
 
 def test_the_guides_script_is_stopped_and_ends_as_the_one_before(tmp_path, folder, monkeypatch):

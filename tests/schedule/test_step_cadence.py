@@ -176,7 +176,7 @@ def test_copies_are_said_with_what_each_kind_of_failure_loses():
 # Measuring
 
 
-def train(cadence, plain=0.1, recorded=0.15, copy=0.4, stall=0.05, held=0.0, odd=()):
+def train(cadence, plain=0.1, recorded=0.15, copy=0.4, stall=0.05, held=0.0, waited=0.0, odd=()):
     """Until a choice is to be made. Yields nothing of it; returns the steps that it took, and how each was kept."""
     kinds = []
     for step in range(1000):
@@ -186,7 +186,7 @@ def train(cadence, plain=0.1, recorded=0.15, copy=0.4, stall=0.05, held=0.0, odd
         seconds = (
             (recorded if cadence.records else plain) + (copy if due else 0.0) + (9.0 if step in odd else 0.0)
         ) + in_memory * held
-        if cadence.stepped(seconds, stall if due else 0.0, due):
+        if cadence.stepped(seconds, waited if cadence.records else stall if due else 0.0, due):
             return kinds
     raise AssertionError("nothing was to be chosen")
 
@@ -198,6 +198,12 @@ def test_what_steps_and_bases_take_is_measured_in_a_few_rounds():
     assert cadence.rates == pytest.approx(StepRates(0.1, 0.15, 0.4))
     assert len(kinds) == WARM_STEPS + NUM_ROUNDS * (2 * BLOCK_STEPS + COPIED_STEPS) <= 120
     assert kinds.count("copied") == NUM_ROUNDS
+
+
+def test_a_record_takes_no_less_than_training_waited_for_it():
+    cadence = StepCadence(None)
+    train(cadence, plain=0.16, recorded=0.15, waited=0.05)  # plain steps were slower by chance
+    assert cadence.rates == pytest.approx(StepRates(0.16, 0.21, 0.4))
 
 
 def test_what_a_copy_in_memory_takes_is_measured_where_there_can_be_one():

@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from ..errors import BadInput, EngineFailed
 from ..events import EventLog
@@ -497,6 +498,14 @@ class Engine:
         They run in evaluation mode and without gradients, up to eight of them in one pass over the blocks.
         """
         return self._forward(list(calls))
+
+    def take_calls(self, modules: Sequence[nn.Module]) -> None:
+        """Let the script call the model itself under ``torch.no_grad()``, between steps: each call is one pass.
+
+        Args:
+            modules: The model, and modules inside of it that are called by themselves, such as one in adapters.
+        """
+        self.held.take_calls(modules, lambda call: self.run_calls([call])[0])
 
     def _forward(self, calls: list[Callable[[], Any]], takes_loss: bool = False) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""

@@ -33,6 +33,7 @@ from ...offload.model.microbatches import OwnCall
 from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 from ..trainer_run import Training
+from .generating import generates, prepared
 from .script_model import do_nothing, left_to_the_engine, precision_of
 
 
@@ -78,6 +79,8 @@ class OffloadedTraining(Training):
         self.engine = offload(
             trainer.model, optimizer, self._run, loader=self, normalize="sum", **(usual | self._options)
         )
+        inner = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # its generate calls itself
+        self.engine.take_calls([trainer.model, *[inner] * (inner is not trainer.model)])
         if self._restored is None:
             self._first_step = self.engine.steps_done
         return self.engine
@@ -122,11 +125,12 @@ class OffloadedTraining(Training):
         """Note the micro-batches of the step, and the number of items that their losses are divided by."""
         self._batches_of_step, self._items_of_step, self._losses = batches, num_items, []
 
-    def loss(self, training_step: Callable[..., Any]) -> torch.Tensor:
+    def loss(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> torch.Tensor:
         """Return the loss of the next micro-batch, as the trainer adds it up. The first call does the whole step.
 
         Args:
             training_step: The trainer's own method.
+            prepare: Its own ``_prepare_inputs``.
         """
         if not self._losses:
             engine, batches = self._opened, self._batches_of_step
@@ -134,7 +138,7 @@ class OffloadedTraining(Training):
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
                 self._take_results()
             elif batches:
-                self._do_step(training_step)
+                self._do_step(training_step, prepare)
             assert engine.results is not None
             self._losses = list(engine.results["losses"])
             self._batches_of_step = []  # of many tokens
@@ -157,14 +161,22 @@ class OffloadedTraining(Training):
         assert self._opened.results is not None
         if self._attributes is not None:
             self._attributes.restore(self._opened.results["attributes"])
+        if (random := self._opened.results.get("random")) is not None:
+            restore_random_state(decode(random))
 
-    def _do_step(self, training_step: Callable[..., Any]) -> None:
+    def _do_step(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> None:
         trainer, batches = self._trainer, self._batches_of_step
         accelerator: Any = trainer.accelerator
         takes_loss = takes_only_the_loss(trainer)
-        results: dict[str, Any] = {"losses": [None] * len(batches), "attributes": None}
+        results: dict[str, Any] = {"losses": None, "attributes": None}
+        losses: list[torch.Tensor | None] = [None] * len(batches)
+        if generates(type(trainer)):
+            batches = prepared(trainer, batches, prepare)
+            results["random"] = encode(random_state())  # which drew the tokens
         calls = [
-            OwnCall(self._call(training_step, m, results), tensors_of(batch), results, takes_loss)
+            OwnCall(
+                self._call(training_step, m, batch, losses, results), tensors_of(batch), results, takes_loss
+            )
             for m, batch in enumerate(batches)
         ]
         with references(trainer, self._opened, batches):
@@ -174,16 +186,27 @@ class OffloadedTraining(Training):
             finally:
                 del vars(accelerator)["backward"]
 
-    def _call(self, training_step: Callable[..., Any], m: int, results: dict[str, Any]) -> Callable[[], Any]:
-        batch, num_items, model = self._batches_of_step[m], self._items_of_step, self._trainer.model
+    def _call(
+        self,
+        training_step: Callable[..., Any],
+        m: int,
+        batch: Any,
+        losses: list[torch.Tensor | None],
+        results: dict[str, Any],
+    ) -> Callable[[], Any]:
+        """Return micro-batch ``m`` as a function; the last to run fills the ``results`` of the step."""
+        num_items, model = self._items_of_step, self._trainer.model
 
         def call() -> torch.Tensor:
             returned = training_step(model, batch, num_items)
             loss = self._loss.value
             del self._loss.value
-            results["losses"][m] = float(returned)
-            if None not in results["losses"] and self._attributes is not None:
-                results["attributes"] = without_reference_flag(self._attributes.changed())
+            losses[m] = returned.detach().reshape(())
+            there = [each for each in losses if each is not None]
+            if len(there) == len(losses):
+                results["losses"] = torch.stack(there).tolist()  # a device is waited for once in a step
+                if self._attributes is not None:
+                    results["attributes"] = without_reference_flag(self._attributes.changed())
             return loss
 
         return call

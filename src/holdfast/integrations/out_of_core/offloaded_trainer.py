@@ -21,8 +21,10 @@ from transformers import Trainer
 
 from ...errors import BadInput
 from ...offload.engine import Engine
+from ...offload.model.microbatches import on_micro_batch
 from ...supervised.attempt import training_directory
 from ..trainer_run import prefer_run
+from .generating import generates, refuse_generation
 from .offloaded_run import OffloadedTraining, references, refuse_reference
 from .prepared_objects import BatchesAhead
 from .script_model import switch_off_checkpointing, weights_of
@@ -144,7 +146,12 @@ class OffloadedSteps(Trainer):
         """Return the loss of the next micro-batch; at the first, the engine does the whole step."""
         if self._offloaded is None:
             return super().training_step(*args, **kwargs)
-        return self._offloaded.loss(super().training_step)
+        return self._offloaded.loss(super().training_step, super()._prepare_inputs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return the inputs of the loss; those with generated texts exist before a pass of the engine."""
+        is_made = self.engine is not None and on_micro_batch() and generates(type(self))
+        return inputs if is_made else super()._prepare_inputs(inputs)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return self._get_grad_norm(model)
@@ -179,7 +186,8 @@ class OffloadedSteps(Trainer):
         if id(inputs) not in ahead.results:
             group = ahead.group if any(each is inputs for each in ahead.group) else [inputs]
             with references(self, engine, group):
-                made = engine.run_calls([partial(step, model, each, *args, **kwargs) for each in group])
+                given = [self._prepare_inputs(each) for each in group] if generates(type(self)) else group
+                made = engine.run_calls([partial(step, model, each, *args, **kwargs) for each in given])
             ahead.results = {id(each): result for each, result in zip(group, made, strict=True)}
         return ahead.results.pop(id(inputs))
 
@@ -221,17 +229,12 @@ class OffloadedSteps(Trainer):
 
 
 def _refuse_other_loops(trainer_class: type[Trainer]) -> None:
-    """Raise ``BadInput`` for a class that trains by a loop or with texts of its own making."""
+    """Raise ``BadInput`` for a class that trains by a loop of its own."""
     for name in ("_inner_training_loop", "_run_epoch"):
         if getattr(trainer_class, name) is not getattr(Trainer, name):
             raise BadInput(
                 f"{trainer_class.__name__} has a training loop of its own ({name}), which is not supported"
             )
-    if hasattr(trainer_class, "_generate_and_score_completions"):
-        raise BadInput(
-            f"{trainer_class.__name__} generates texts between steps, which is not supported: train it in memory,"
-            " with HoldfastCallback"
-        )
 
 
 def _refuse(trainer: Any) -> None:
@@ -267,6 +270,7 @@ def _refuse(trainer: Any) -> None:
             "HoldfastCallback records training in memory: leave it out, the engine keeps every step"
         )
     refuse_reference(trainer)
+    refuse_generation(trainer)
     if args.load_best_model_at_end and any(parameter.is_meta for parameter in trainer.model.parameters()):
         raise BadInput(
             "load_best_model_at_end needs a model in memory, and its parameters are on meta: leave it out"

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -205,6 +206,41 @@ def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[Removabl
         model.register_state_dict_pre_hook(_refuse_state_dict),
         model.register_load_state_dict_pre_hook(_refuse_load),
     ]
+
+
+class DirectCalls:
+    """The forward of ``module`` until ``remove``: as it was inside the engine, and elsewhere a call for ``run``."""
+
+    def __init__(
+        self, module: nn.Module, in_engine: Callable[[], bool], run: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        """Replace the forward.
+
+        Args:
+            module: The model, or one inside of it that scripts call.
+            in_engine: Returns True while the engine runs the model.
+            run: Returns what the call returns that it is given, from a pass of the engine.
+        """
+        self._module, self._own, forward = module, vars(module).get("forward"), module.forward
+
+        @wraps(forward)  # libraries look at its signature
+        def direct(*args: Any, **kwargs: Any) -> Any:
+            call = partial(forward, *args, **kwargs)
+            if in_engine():
+                return call()
+            if torch.is_grad_enabled():
+                raise ModelNotSupported(
+                    _instead("was called outside of a training step", "Call it under torch.no_grad()")
+                )
+            return run(call)
+
+        vars(module)["forward"] = direct
+
+    def remove(self) -> None:
+        """Put the module's own forward back."""
+        del vars(self._module)["forward"]
+        if self._own is not None:
+            vars(self._module)["forward"] = self._own
 
 
 def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:

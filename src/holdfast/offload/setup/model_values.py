@@ -3,13 +3,13 @@
 A run keeps its values elsewhere: blocks are empty between steps, and the resident part in memory is a copy that the
 next update overwrites. All ranks get all values. A change that a script makes to the model would never reach the run,
 so it is refused by name, and the run's values are put back. A parameter is compared by identity, version and memory,
-which takes a microsecond. Changes through ``.data`` or NumPy alter none of these and are not detected. The model
-refuses to run by itself while an engine holds it. Called by the engine.
+which takes a microsecond. Changes through ``.data`` or NumPy alter none of these and are not detected. A call
+of the model by the script is refused while an engine holds it, or becomes a pass of the engine. Called by the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..model.blocks import Owned, install
 from ..model.quantised_layers import close_layers
 from ..model.takeover import (
     MARK,
+    DirectCalls,
     OriginalDevices,
     TakenModel,
     WatchedModel,
@@ -231,7 +232,7 @@ def _form(parameter: nn.Parameter) -> tuple[Any, ...]:
 class HeldModel:
     """A model and its optimizer while one engine trains them.
 
-    Call order: ``take_over``, ``guard``, ``unguard``, ``release``, ``give_back``.
+    Call order: ``take_over``, ``guard``, ``take_calls`` or not, ``unguard``, ``release``, ``give_back``.
     """
 
     _watched: WatchedModel
@@ -252,7 +253,7 @@ class HeldModel:
         self.in_use = False
         """True while the engine runs the model."""
         self._edits: ExternalEdits | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | DirectCalls] = []
 
     def take_over(self) -> None:
         """Make the model compute with the run's parameters. Raises ``BadInput`` if its own cannot be emptied."""
@@ -264,7 +265,15 @@ class HeldModel:
         run = self._run
         self._watched = WatchedModel(run.model, self.captured, run.resident_leaves, self._optimizer)
         self._edits = ExternalEdits(run, self._optimizer)
-        self._hooks = refuse_use(run.model, lambda: self.in_use)
+        self._hooks = [*refuse_use(run.model, lambda: self.in_use)]
+
+    def take_calls(self, modules: Sequence[nn.Module], run: Callable[[Callable[[], Any]], Any]) -> None:
+        """Let calls of ``modules`` without gradients be passes of the engine, by ``run``, until ``unguard``.
+
+        The first is the model; others are modules inside of it that scripts call.
+        """
+        self._hooks.pop(0).remove()  # the refusal
+        self._hooks += [DirectCalls(module, lambda: self.in_use, run) for module in modules]
 
     def refuse_changes(self) -> None:
         """Raise ``BadInput`` if modules, parameters or groups are other ones than when the model was handed over."""

@@ -56,8 +56,6 @@ FAR_LONGER = 5.0
 """A step that trains longer than this multiple of the median of its block is not counted."""
 RECORDED, PLAIN, HELD, COPIED = "recorded", "plain", "held", "copied"
 """Kinds of blocks."""
-HELD_STALL = "held, stall alone"
-"""Key of the mean seconds that a step of a held block waits for its copy."""
 
 
 class StepRates(NamedTuple):
@@ -259,7 +257,8 @@ class StepCadence:
         self._can_copy = can_copy and self.is_auto
         self._rounds: deque[StepRates] = deque(maxlen=NUM_ROUNDS)
         self._blocks: deque[_Block] = deque()
-        self._means: dict[str, float] = {}
+        self._measured: dict[str, _Mean] = {}
+        """What the blocks of the round under way have shown, by kind."""
         self._left = 0
         """The steps for which the choice is still kept."""
         if self.is_auto:
@@ -357,21 +356,31 @@ class StepCadence:
     def _end(self, block: _Block) -> None:
         """Note the result of ``block``. A copied block ends a round."""
         times = block.counted
-        self._means[block.kind] = sum(map(sum, times)) / max(len(times), 1)
-        stalls = sum(stall for _, stall in times)
-        if block.kind == HELD:
-            self._means[HELD_STALL] = stalls / max(len(times), 1)
+        count = max(len(times), 1)
+        self._measured[block.kind] = _Mean(
+            sum(map(sum, times)) / count, sum(stall for _, stall in times) / count
+        )
         if block.kind == COPIED:
-            plain = max(self._means[PLAIN], 1e-9)
-            extra = sum(map(sum, times)) - len(times) * plain
-            self._rounds.append(
-                StepRates(plain, self._means[RECORDED], max(extra, stalls), self._held(plain))
-            )
+            found, self._measured = self._measured, {}
+            plain = max(found[PLAIN].step, 1e-9)
+            recorded = plain + found[RECORDED].added(plain)
+            held = found.get(HELD)  # each second step of its block had a copy
+            in_memory = None if held is None else max(2 * held.added(plain), 1e-6)
+            self._rounds.append(StepRates(plain, recorded, count * found[COPIED].added(plain), in_memory))
 
-    def _held(self, plain: float) -> float | None:
-        """Return the seconds that one copy in memory has added in this round, where each second step had one."""
-        mean = self._means.pop(HELD, None)
-        return None if mean is None else 2 * max(mean - plain, self._means.pop(HELD_STALL), 1e-6)
+
+class _Mean(NamedTuple):
+    """The mean step of a block, and the part of it that training waited for what keeps the step. Seconds."""
+
+    step: float
+    stall: float
+
+    def added(self, plain: float) -> float:
+        """Return the seconds that keeping a step adds to one of ``plain`` seconds.
+
+        They are no less than training waited, which is known exactly, while whole steps differ by chance.
+        """
+        return max(self.step - plain, self.stall)
 
 
 @dataclass

@@ -1,0 +1,77 @@
+"""Texts that a trainer generates for the steps of a policy, as GRPO and RLOO of TRL do.
+
+Their class generates in the middle of a micro-batch, at the first one that needs new texts. The engine computes the
+micro-batches of a step together, so all texts of a step are made before it, with the same weights. Each call of the
+model is a pass of the engine then, so a token of all texts takes one pass over the blocks. Names are those of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import Trainer
+
+from ...errors import BadInput
+
+USED = "_prepare_inputs", "_step", "_buffered_inputs", "num_iterations"
+"""What this module uses of a trainer that generates."""
+
+
+def generates(trainer_class: type[Trainer]) -> bool:
+    """Return whether the class generates the texts that it trains on."""
+    return hasattr(trainer_class, "_generate_and_score_completions")
+
+
+def refuse_generation(trainer: Any) -> None:
+    """Raise ``BadInput`` if texts come from elsewhere, or from other weights than those of the step that they are for.
+
+    Nothing is refused of a trainer that does not generate.
+    """
+    if not generates(type(trainer)):
+        return
+    name = type(trainer).__bases__[-1].__name__
+    if absent := [each for each in USED if not hasattr(trainer, each)]:
+        raise BadInput(
+            f"{name} generates texts in a way that offloaded() does not know (it has no {absent[0]}): train it in"
+            " memory, with HoldfastCallback"
+        )
+    args = trainer.args
+    every, accumulation = args.steps_per_generation * trainer.num_iterations, args.gradient_accumulation_steps
+    if accumulation % every:
+        raise BadInput(
+            f"steps_per_generation times num_iterations is {every}, and a step has {accumulation} micro-batches: texts"
+            " are generated for each step anew. Give num_iterations=1, and leave out steps_per_generation."
+        )
+    for setting, instead in {
+        "use_vllm": "leave it out: the engine generates",
+        "use_transformers_paged": "leave it out: the engine generates",
+        "sync_ref_model": "leave it out: the weights are not in memory",
+    }.items():
+        if getattr(args, setting, False):
+            raise BadInput(f"{setting}=True does not work with offloaded(): {instead}")
+    if "ref" in getattr(trainer.model, "peft_config", ()):
+        raise BadInput(
+            "the reference is the adapter 'ref' of the model, which the engine does not switch to: merge the adapter"
+            " into the model and begin a new one, or give beta=0"
+        )
+
+
+def prepared(trainer: Any, batches: Sequence[Any], prepare: Any) -> list[Any]:
+    """Return the inputs of each micro-batch of a step, with the texts that are generated for it.
+
+    Args:
+        trainer: The trainer, which counts micro-batches in ``_step``.
+        batches: What its loader has returned for each.
+        prepare: The ``_prepare_inputs`` of the trainer's own class.
+    """
+    first, made = trainer._step, []
+    try:
+        for m, batch in enumerate(batches):
+            trainer._step = first + m
+            made.append(prepare(batch))
+    finally:
+        trainer._step = first
+    if (first + len(batches)) % (trainer.args.steps_per_generation * trainer.num_iterations) == 0:
+        trainer._buffered_inputs = None  # used up, and would be in every commit
+    return made

@@ -33,7 +33,7 @@ from ...offload.model.microbatches import OwnCall
 from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 from ..trainer_run import Training
-from .generating import generates, prepared
+from . import generation
 from .script_model import do_nothing, left_to_the_engine, precision_of
 
 
@@ -161,8 +161,8 @@ class OffloadedTraining(Training):
         assert self._opened.results is not None
         if self._attributes is not None:
             self._attributes.restore(self._opened.results["attributes"])
-        if (random := self._opened.results.get("random")) is not None:
-            restore_random_state(decode(random))
+        if (generated := self._opened.results.get("generated")) is not None:
+            generation.restore(self._trainer, generated)
 
     def _do_step(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> None:
         trainer, batches = self._trainer, self._batches_of_step
@@ -170,9 +170,9 @@ class OffloadedTraining(Training):
         takes_loss = takes_only_the_loss(trainer)
         results: dict[str, Any] = {"losses": None, "attributes": None}
         losses: list[torch.Tensor | None] = [None] * len(batches)
-        if generates(type(trainer)):
-            batches = prepared(trainer, batches, prepare)
-            results["random"] = encode(random_state())  # which drew the tokens
+        if generation.generates(type(trainer)):
+            batches = generation.prepared(trainer, batches, prepare)
+            results["generated"] = generation.changed(trainer)
         calls = [
             OwnCall(
                 self._call(training_step, m, batch, losses, results), tensors_of(batch), results, takes_loss

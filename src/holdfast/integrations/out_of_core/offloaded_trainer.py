@@ -24,7 +24,7 @@ from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
 from ...supervised.attempt import training_directory
 from ..trainer_run import prefer_run
-from .generating import generates, refuse_generation
+from .generation import generates, refuse_generation
 from .offloaded_run import OffloadedTraining, references, refuse_reference
 from .prepared_objects import BatchesAhead
 from .script_model import switch_off_checkpointing, weights_of

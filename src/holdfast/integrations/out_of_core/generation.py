@@ -13,6 +13,8 @@ from typing import Any
 from transformers import Trainer
 
 from ...errors import BadInput
+from ...state.encoding import decode, encode
+from ...state.progress import random_state, restore_random_state
 
 USED = "_prepare_inputs", "_step", "_buffered_inputs", "num_iterations"
 """What this module uses of a trainer that generates."""
@@ -75,3 +77,14 @@ def prepared(trainer: Any, batches: Sequence[Any], prepare: Any) -> list[Any]:
     if (first + len(batches)) % (trainer.args.steps_per_generation * trainer.num_iterations) == 0:
         trainer._buffered_inputs = None  # used up, and would be in every commit
     return made
+
+
+def changed(trainer: Any) -> dict[str, Any]:
+    """Return, as JSON, what the generation of a step's texts has changed beside attributes of the trainer."""
+    return {"random": encode(random_state()), "num_input_tokens_seen": trainer.state.num_input_tokens_seen}
+
+
+def restore(trainer: Any, found: dict[str, Any]) -> None:
+    """Set what ``changed`` returned in an earlier process, where texts are not generated again."""
+    restore_random_state(decode(found["random"]))
+    trainer.state.num_input_tokens_seen = found["num_input_tokens_seen"]

@@ -17,7 +17,7 @@ from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 
 USED = "_prepare_inputs", "_step", "_buffered_inputs", "num_iterations"
-"""What this module uses of a trainer that generates."""
+"""The attributes and methods that this module uses of a trainer that generates."""
 
 
 def generates(trainer_class: type[Trainer]) -> bool:

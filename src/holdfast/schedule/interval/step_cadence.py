@@ -258,7 +258,7 @@ class StepCadence:
         self._rounds: deque[StepRates] = deque(maxlen=NUM_ROUNDS)
         self._blocks: deque[_Block] = deque()
         self._measured: dict[str, _Mean] = {}
-        """What the blocks of the round under way have shown, by kind."""
+        """The results of the blocks of the round under way, by kind."""
         self._left = 0
         """The steps for which the choice is still kept."""
         if self.is_auto:

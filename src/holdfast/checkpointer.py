@@ -37,6 +37,7 @@ from .checkpoint.metrics import checked, is_among_best
 from .checkpoint.nodes.local_disks import LocalDisks
 from .checkpoint.nodes.node_run import NodePeers
 from .checkpoint.options import (
+    Exactness,
     Options,
     refuse_bad_resume,
     refuse_clipping,
@@ -270,7 +271,7 @@ class Checkpointer:
         return self._training.steps_done
 
     @property
-    def exactness(self) -> Literal["state", "continuation", "approximate"]:
+    def exactness(self) -> Exactness:
         """The exactness that ``resume`` reached.
 
         "state": tensors are bit-equal to those of the run at that step. "continuation": the residuals are, too, so that
@@ -306,7 +307,7 @@ class Checkpointer:
         self,
         step: int | None = None,
         before: int | None = None,
-        exactness: Literal["state", "continuation", "approximate"] = "state",
+        exactness: Exactness = "state",
         show: Callable[[RecoveryProgress], None] | None = None,
         source: str | Path | From | None = None,
     ) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from .log.recorder import BOUND
 from .nodes.local_disks import LocalDisks
 from .snapshot.snapshot_chunks import frozen_in, owned_by
 from .snapshot.snapshot_scheduler import POLICIES
+
+Exactness = Literal["state", "continuation", "approximate"]
+"""The promises of a resume, as ``Checkpointer.resume`` describes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +298,7 @@ def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> N
     for name, value, least in (("step", step, 0), ("before", before, 1)):
         if value is not None and not (isinstance(value, Integral) and value >= least):
             raise BadInput(f"resume({name}={value!r}): give the number of a step, at least {least}")
-    if exactness not in ("state", "continuation", "approximate"):
+    if exactness not in get_args(Exactness):
         raise BadInput(f"exactness = {exactness!r} is not one of state, continuation, approximate")
 
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from .compression.codecs import Codec
 from .compression.comm_hook import HookState, hooked, warn_of_hook_state
 from .compression.lossy import Sparse, TopK
 from .options import (
+    Exactness,
     optimizers_of,
     refuse_renormalised,
     refuse_sparse_gradients,
@@ -142,7 +143,7 @@ class TrainingState:
         self.now: dict[str, Any] = {}
         """The user state at the end of the last step, as JSON."""
         self.steps_done = 0
-        self.exactness: Literal["state", "continuation", "approximate"] = "continuation"
+        self.exactness: Exactness = "continuation"
         self._measured: tuple[int, dict[str, Any]] = 0, {}
         """The step that the script gave metrics of last, and these."""
         self.certified_step: int | None = None

@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
+from ..checkpoint.options import Exactness
 from ..errors import BadInput
 from .lightning_fit import Fit, FitCallback
 from .lightning_state import refuse_callbacks
@@ -26,15 +27,15 @@ __all__ = ["HoldfastCallback", "OffloadedStrategy"]
 class HoldfastCallback(FitCallback):
     """A callback that makes ``fit`` of its trainer begin or continue the run in the directory ``run``.
 
-    ``options`` are those of ``Checkpointer``. State is restored that passes through Lightning's own hooks
-    (``state_dict`` and ``on_save_checkpoint`` of other callbacks, the module, the datamodule and the precision plugin),
-    and plain values that training has set as attributes. Another number of processes continues if a batch of all of
-    them together has as many samples.
+    ``exactness`` is that of ``Checkpointer.resume``, ``options`` are of ``Checkpointer``. State is restored that passes
+    through Lightning's own hooks (``state_dict`` and ``on_save_checkpoint`` of other callbacks, the module, the
+    datamodule and the precision plugin), and plain values that training has set as attributes. Another number of
+    processes continues if a batch of all of them together has as many samples.
     """
 
-    def __init__(self, run: str | Path, **options: Any) -> None:
+    def __init__(self, run: str | Path, *, exactness: Exactness = "state", **options: Any) -> None:
         refuse_callback_options(options)
-        super().__init__(run, options)
+        super().__init__(run, options, exactness)
 
     def _make_fit(self, trainer: Trainer) -> Fit:
         _refuse(trainer)

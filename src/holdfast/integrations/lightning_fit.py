@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
 from ..checkpoint.capture.closures import ComputedClosure
+from ..checkpoint.options import Exactness
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
 from ..monitor.progress_bar import progress_bar
@@ -44,8 +45,8 @@ Under manual optimization only the first forward pass of a process does.
 class FitCallback(Callback):
     """A callback that makes ``fit`` of its trainer begin or continue the run in the directory ``run``."""
 
-    def __init__(self, run: str | Path, options: dict[str, Any]) -> None:
-        self.run, self.options = training_directory(run), options
+    def __init__(self, run: str | Path, options: dict[str, Any], exactness: Exactness = "state") -> None:
+        self.run, self.options, self.exactness = training_directory(run), options, exactness
         self._fit: Fit | None = None
 
     def _make_fit(self, trainer: Trainer) -> Fit:
@@ -198,7 +199,8 @@ class Fit:
             averages=averages_of(trainer) or None,
             **self._callback.options,
         )
-        return self._checkpointer.resume(show=progress_bar() if trainer.is_global_zero else None) > 0
+        show = progress_bar() if trainer.is_global_zero else None
+        return self._checkpointer.resume(exactness=self._callback.exactness, show=show) > 0
 
     def begin_training(self) -> None:
         """Restore the run's position, when every ``on_train_start`` has been called."""

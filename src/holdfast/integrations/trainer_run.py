@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from ..checkpoint.options import Exactness
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
 from ..monitor.progress_bar import progress_bar
@@ -61,8 +62,10 @@ class Training:
     """A flag for the ``Checkpointer``: a resume repeats what came after the last step."""
     schedule_advice = "Give it to the trainer, as optimizers=(optimizer, schedule)."
 
-    def __init__(self, trainer: Trainer, run: Path, options: dict[str, Any]) -> None:
-        self._trainer, self._run, self._options = trainer, run, options
+    def __init__(
+        self, trainer: Trainer, run: Path, options: dict[str, Any], exactness: Exactness = "state"
+    ) -> None:
+        self._trainer, self._run, self._options, self._exactness = trainer, run, options, exactness
         self._covered = {
             "_run_epoch": self.run_epoch,
             "_maybe_log_save_evaluate": self.end_step,
@@ -176,7 +179,8 @@ class Training:
             scaler=trainer.accelerator.scaler,
             **self._options,
         )
-        self._checkpointer.resume(show=progress_bar() if trainer.is_world_process_zero() else None)
+        show = progress_bar() if trainer.is_world_process_zero() else None
+        self._checkpointer.resume(exactness=self._exactness, show=show)
 
     def _watch_attributes(self) -> None:
         """Treat the current attributes as set by the script."""

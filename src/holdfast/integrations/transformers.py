@@ -19,6 +19,7 @@ from typing import Any
 import transformers
 from transformers import Trainer, TrainerCallback
 
+from ..checkpoint.options import Exactness
 from ..errors import BadInput
 from ..supervised.attempt import training_directory
 from .out_of_core.offloaded_trainer import offloaded
@@ -35,16 +36,16 @@ COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
 class HoldfastCallback(TrainerCallback):
     """A callback that makes ``train`` of its trainer begin or continue the run in the directory ``run``.
 
-    ``options`` are those of ``Checkpointer``: ``base_every``, ``keep``, ``memory`` and so on. Other callbacks are
-    restored if they are ``ExportableState``. Not restored are further fields of a subclass of ``Trainer`` and, in
-    mid-epoch, the generators of loader workers. The final loss is that of the whole run; the final rates divide all its
-    steps by this process's time. Several processes must be those of DistributedDataParallel, and their number must stay
-    the same.
+    ``exactness`` is that of ``Checkpointer.resume``, ``options`` are of ``Checkpointer``: ``base_every``, ``keep``,
+    ``memory`` and so on. Other callbacks are restored if they are ``ExportableState``. Not restored are further fields
+    of a subclass of ``Trainer`` and, in mid-epoch, the generators of loader workers. The final loss is that of the
+    whole run; the final rates divide all its steps by this process's time. Several processes must be those of
+    DistributedDataParallel, and their number must stay the same.
     """
 
-    def __init__(self, run: str | Path, **options: Any) -> None:
+    def __init__(self, run: str | Path, *, exactness: Exactness = "state", **options: Any) -> None:
         refuse_callback_options(options)
-        self.run, self.options = training_directory(run), options
+        self.run, self.exactness, self.options = training_directory(run), exactness, options
         self._covered = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -78,7 +79,7 @@ class HoldfastCallback(TrainerCallback):
             _refuse(trainer)
             if resume_from_checkpoint:
                 prefer_run(self.run, resume_from_checkpoint)
-            with Training(trainer, self.run, self.options):
+            with Training(trainer, self.run, self.options, self.exactness):
                 output = train(None, *args, **kwargs)
             done = True
             return output

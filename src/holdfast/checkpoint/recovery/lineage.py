@@ -209,7 +209,8 @@ class Lineage:
             f" one's in the last bits (of {' and '.join(sorted(map(DESCRIPTIONS.__getitem__, found)))}), so a replay"
             " here would not give what training had. Nothing is damaged, and nothing was changed. Resume on"
             f" {f'{host} or a machine like it' if host else 'a machine like the one that trained'}; or {standing}; or"
-            ' replay with the arithmetic of this machine, by resume(exactness="approximate").',
+            ' replay with the arithmetic of this machine, by exactness="approximate", which resume() and'
+            " HoldfastCallback() take.",
             alone,
         )
 

@@ -134,17 +134,22 @@ def test_lightning_has_the_numbers_of_a_fit_in_memory(tmp_path, cuda_or_host):
     same_weights(on_host(module), on_host(theirs))
 
 
-def test_trl_has_the_log_of_a_script_in_memory(tmp_path, cuda_or_host):
+@pytest.mark.parametrize("script, value", [("sft", "loss"), ("policy", "reward")])
+def test_trl_has_the_log_of_a_script_in_memory(tmp_path, cuda_or_host, script, value):
+    """A reward is the number of letters, so texts that are drawn otherwise have another one."""
     pytest.importorskip("trl")
-    from integrations.test_offloaded_trl import sft
+    from integrations import test_offloaded_trl
     from tiny_folders import write_folder
 
     folder = write_folder(tmp_path / "llama", dtype=torch.float32)
     told = []
     for kind, name in ((lambda cls: cls, "plain"), (offloaded, "mine")):
-        trainer = sft(kind, folder, tmp_path / name, adapters=True, use_cpu=cuda_or_host == "cpu")
+        trainer = getattr(test_offloaded_trl, script)(
+            kind, folder, tmp_path / name, adapters=True, use_cpu=cuda_or_host == "cpu"
+        )
+        torch.manual_seed(0)  # which draws the tokens of texts
         trainer.train()
-        told.append([entry["loss"] for entry in logged(trainer) if "loss" in entry])
+        told.append([entry[value] for entry in logged(trainer) if value in entry])
     assert_close(told[1], told[0])
 
 

@@ -135,7 +135,25 @@ def test_bases_beside_copies_are_as_far_apart_as_losses_of_the_machine_ask_for()
 
 
 def test_machines_that_fail_as_often_as_processes_get_no_copies():
-    assert choose(after(10), LIMITS, HELD, machine_seconds=600.0).copies == 0
+    dear = HELD._replace(held_seconds=0.3)
+    assert choose(after(10), LIMITS, dear, machine_seconds=600.0).copies == 0
+
+
+@pytest.mark.parametrize("held, steps", [(0.012, 100), (0.13, 200)])
+def test_seldom_failures_leave_copies_for_half_a_percent_and_not_in_each_hundredth_step(held, steps):
+    choice = choose(after(24 * 60), LIMITS, SHORT._replace(held_seconds=held))
+    assert (choice.copies, choice.lost_steps) == (steps, pytest.approx(steps / 2 + held / 0.13))
+    assert choice.copied_waste is not None and choice.copied_waste < choice.alone_waste + 0.01
+
+
+def test_copies_that_cost_a_point_more_than_bases_alone_are_not_begun_and_are_left():
+    def kept(held, copies):
+        return choose(after(24 * 60), LIMITS, SHORT._replace(held_seconds=held), 500, copies).copies > 0
+
+    costs = [n / 10 for n in range(1, 200)]
+    begins, stays = ([kept(held, copies) for held in costs] for copies in (0, 300))
+    assert begins == sorted(begins, reverse=True) and stays == sorted(stays, reverse=True)
+    assert 0 < sum(begins) < sum(stays) < len(costs)
 
 
 def test_rare_failures_of_long_steps_keep_records_where_there_could_be_copies():

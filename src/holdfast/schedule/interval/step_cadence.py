@@ -37,7 +37,16 @@ Up to ``WORTH`` records are kept, because each step is then recoverable. A run w
 WORTH_MEMORY, WORTH_MEMORY_AGAIN = 0.01, 0.0
 """The same shares where the alternative is copies in memory, which lose few steps when a process dies."""
 WORTH_COPIES = 0.005
-"""The share of the time that copies in memory must save over snapshots alone to be chosen. Any saving keeps them."""
+"""The share of the time that copies in memory must save over snapshots alone, so that records have to be as good as
+copies. Any saving keeps them."""
+FEW_LOST, FEW_LOST_AGAIN = 0.01, 0.015
+"""The share of the time that copies in memory may cost more than snapshots alone where there are no records.
+
+How often a process dies is a guess before it has died, and copies lose fewer steps. Present ones stay up to the second.
+"""
+INSURANCE, CLEAR_STEPS = 0.005, 100
+"""The share of the time that copies may take however seldom failures are, and the fewest steps from one to the next for
+that reason, so that of a hundred steps at most one has a copy."""
 ENOUGH = 1.25
 """The factor by which the best number of steps must differ from the present one to replace it."""
 WARM_STEPS = 10
@@ -153,7 +162,7 @@ def choose(
     least = held.share if held is not None and has_gain else alone
     if recorded - least <= worth[now != 1]:
         return CadenceChoice(1, recorded, alone, num_pending, rates, 0, copied)
-    if held is not None and has_gain:
+    if held is not None and held.share <= alone + (FEW_LOST_AGAIN if now_copies else FEW_LOST):
         lost = held.copies / 2 + (rates.held_seconds or 0.0) / rates.plain_seconds
         return CadenceChoice(held.every, recorded, alone, lost, rates, held.copies, copied)
     if now > 1 and not now_copies and max(now, every) <= ENOUGH * min(now, every):
@@ -213,7 +222,7 @@ def _with_copies(
 ) -> _Held | None:
     """Return the best copies in memory, with the snapshots that a loss of the machine asks for; None without copies.
 
-    A number of steps close to the best stays as it is ``now``.
+    They are no further apart than ``INSURANCE`` pays for. A number of steps close to the best stays as it is ``now``.
     """
     held, plain = rates.held_seconds, rates.plain_seconds
     if held is None:
@@ -231,7 +240,7 @@ def _with_copies(
         return waste(costs, Cadence(steps, steps)).total / HOUR
 
     near = {max(1, min(every, round(young * 1.1**power))) for power in range(-12, 13)}
-    best = min(sorted(near), key=total)
+    best = min(min(sorted(near), key=total), max(CLEAR_STEPS, ceil(held / plain / INSURANCE)))
     if now and max(now, best) <= ENOUGH * min(now, best) and now <= every:
         best = now
     return _Held(best, every, total(best) + snapshots)

@@ -38,6 +38,24 @@ def test_a_model_in_training_says_what_to_call_instead(tmp_path):
     model.load_state_dict(model.state_dict())
 
 
+def test_calls_of_the_model_between_steps_are_passes_of_the_engine(tmp_path):
+    model, batch = decoder(blocks=2), batches(0, 1)[0]
+    with opened(model, tmp_path) as engine:
+        engine.step(batches(0, 1))
+        for _ in range(2):
+            engine.take_calls([model])
+        with torch.no_grad():
+            loss = model(**batch)
+        assert not loss.requires_grad and loss.item() == engine.evaluate([batch])
+        with pytest.raises(ModelNotSupported, match="outside of a training step.*Call it under"):
+            model(**batch)
+        with pytest.raises(ModelNotSupported, match=r"engine\.state_dict\(\)"):
+            model.state_dict()
+        engine.step(batches(1, 1))
+    assert "forward" not in vars(model)
+    model(**batch).backward()
+
+
 @pytest.mark.parametrize("name", ["blocks.0.mlp.gate.weight", "head.weight"])
 def test_what_is_trained_cannot_change_within_a_run(tmp_path, name):
     model = decoder(blocks=2)

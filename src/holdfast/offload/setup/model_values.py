@@ -272,7 +272,7 @@ class HeldModel:
 
         The first is the model; others are modules inside of it that scripts call.
         """
-        self._hooks.pop(0).remove()  # the refusal
+        self._hooks[0].remove()  # the refusal
         self._hooks += [DirectCalls(module, lambda: self.in_use, run) for module in modules]
 
     def refuse_changes(self) -> None:
@@ -294,7 +294,7 @@ class HeldModel:
 
     def unguard(self) -> None:
         """Let the model be used directly. First of all, so that it can be used even if the rest is interrupted."""
-        for hook in self._hooks:
+        for hook in reversed(self._hooks):
             hook.remove()
 
     def release(self) -> None:

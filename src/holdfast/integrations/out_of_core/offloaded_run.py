@@ -181,9 +181,15 @@ class OffloadedTraining(Training):
         ]
         with references(trainer, self._opened, batches):
             vars(accelerator)["backward"] = self._leave_backward
+            syncs = accelerator.sync_gradients
+            ends = trainer.model.register_forward_hook(  # losses ask it, as TRL's control of the entropy does
+                lambda *_: accelerator.gradient_state._set_sync_gradients(losses.count(None) == 1)
+            )
             try:
                 self._opened.step(calls)
             finally:
+                ends.remove()
+                accelerator.gradient_state._set_sync_gradients(syncs)
                 del vars(accelerator)["backward"]
 
     def _call(

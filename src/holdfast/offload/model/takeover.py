@@ -232,7 +232,8 @@ class DirectCalls:
                 raise ModelNotSupported(
                     _instead("was called outside of a training step", "Call it under torch.no_grad()")
                 )
-            return run(call)
+            with torch.inference_mode(False), torch.no_grad():
+                return run(call)
 
         vars(module)["forward"] = direct
 

@@ -199,6 +199,7 @@ def test_blocks_without_a_finite_norm_on_one_rank_are_left_out_on_all(world, tmp
     assert told["ssd"].left_out == [left_out if step in (1, 3) else None for step in range(4)]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_that_are_cut_are_clipped_block_by_block_with_the_same_bits(world, tmp_path, ranks):
     options = {**CLIPPING["per_block"], "clip_norm": 0.3, "delayed_fraction": 0.5}

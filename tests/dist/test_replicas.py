@@ -149,7 +149,9 @@ def lost(died, rank):
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind, rank", one_in(2, KINDS, [0, 1]))
 def test_where_one_replica_is_gone_the_disk_is_taken(world, tmp_path, memory, kind, rank):
-    died = run(world, tmp_path, kind, 40, kill_replica=[rank, 7], save_at=5, pause=0.05)
+    began = time.monotonic()
+    died = run(world, tmp_path, kind, 40, kill_replica=[rank, 7], save_at=5, pause=0.05, deadline_seconds=75)
+    assert time.monotonic() < began + 60, "a rank waits for its deadline"
     lost(died, rank)
     assert goes_on(world, tmp_path, kind, died) == 5
     assert from_memory(tmp_path) == []

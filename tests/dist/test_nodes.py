@@ -106,7 +106,7 @@ def test_nodes_take_no_more_than_their_cap_with_the_copies(world, tmp_path):
 
     def look():
         before = None
-        while not end.wait(0.005):
+        while not end.wait(0.02):
             now = sizes(tmp_path)
             taken.append(sum(now.values()) if now == before else 0)
             before = now

@@ -251,7 +251,7 @@ WHOLE |= {"grass, rows by chance"}
 
 def test_optimizers_of_whole_matrices_and_of_few_bits_go_on_with_any_number_of_ranks(world, tmp_path):
     ways = {name: {"optimizer": name} for name in OPTIMIZERS}
-    phases = [(1, 1, 2), (3, 2, 1), (4, 1, 2)]
+    phases = [(1, 1, 2), (2, 2, 1), (3, 1, 2)]
     go_through(world, tmp_path, phases, ways, kind="wide", options=PLACEMENTS["mixed"])
 
 

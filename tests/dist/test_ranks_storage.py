@@ -28,7 +28,7 @@ def files(root):
 
 
 @contextmanager
-def watched(root, seconds=0.004):
+def watched(root, seconds=0.01):
     """What the run took of the disk, by looks ``seconds`` apart, each of them twice, when both saw the same."""
     seen, end = array("q"), threading.Event()
 

@@ -17,7 +17,7 @@ WIDTH = 10
 """Of the layer that is cut in two, and each half in two again: of three rows and of two."""
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "more, place",
     one_in(

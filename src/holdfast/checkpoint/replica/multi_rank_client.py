@@ -281,7 +281,7 @@ class Replicas(Replica):
     # Messages to and from the other ranks
 
     def _how_far(self) -> int:
-        """Return the step up to which this rank's part survives. Reports a failure of the replica to all ranks, once."""
+        """Return the step up to which this rank's part survives. Reports a failure of the replica to all, once."""
         failure = self._helper.failure
         if failure is not None and self.agreement is not None and self.agreement.failure is None:
             self.agreement.failure = failure

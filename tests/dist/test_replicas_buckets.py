@@ -75,6 +75,7 @@ def test_a_replica_that_dies_is_told_at_the_step(world, tmp_path):
     assert said[0]["told"] == "at the step"
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "ranks, how", [(3, "views"), (2, "a hook of the script's"), (2, "a hook of torch's")]
 )

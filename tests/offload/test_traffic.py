@@ -56,7 +56,7 @@ def listed(engine, schedule, **shape):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "blocks, schedule, placement, clip_norm",
     one_in(3, [1, 2, 4], ["vertical", "horizontal"], PLACEMENTS, [None, 1.0]),
@@ -75,7 +75,7 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("blocks, placement, turned", one_in(2, [1, 4], PLACEMENTS, TURNED))
 def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, placement, turned):
     order, delayed_fraction, recomputed_fraction = turned

@@ -974,6 +974,7 @@ def test_hooks_inside_of_blocks_and_after_them_are_called(tmp_path):
     ],
 )
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.campaign(cover=True)
 def test_blocks_run_once_and_in_order(tmp_path, order, said, schedule):
     class Wandering(Model):
         def run(self, x, tokens):

@@ -378,6 +378,7 @@ class Awkward(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + penalty
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["head twice", "described"])
 def test_what_passes_the_blocks_by_arrives(tmp_path, way, dtype):

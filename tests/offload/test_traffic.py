@@ -161,7 +161,8 @@ def rounded(nbytes, unit=4096):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("count", [5, 1, 2])
 def test_vertical_traffic_is_that_of_the_formulas(tmp_path, count):
     """Of n equal blocks of P parameters in bf16, with inputs of S bytes: parameters cross 2n - 1 times and
     gradients n times whatever M; inputs and their gradients (5n - 4) M times. On the SSD, parameters are read as

@@ -38,14 +38,19 @@ def spread(n: int, things: Sequence[T]) -> list[T]:
     )
 
 
-def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
-    """Places of as many of ``cases`` as it takes to have each value of each parameter once, greedily."""
-    values = {pair for case in cases for pair in case.items()}
-    chosen = []
-    while values:
-        best = max(range(len(cases)), key=lambda place: len(values & {*cases[place].items()}))
+def covering(cases: Sequence[Mapping[str, Hashable]], strength: int = 1) -> list[int]:
+    """Places of as many of ``cases`` as it takes to have each value of each parameter once, greedily.
+
+    With a ``strength`` of 2 it is each pair of values of two parameters.
+    """
+    shows = [
+        {*itertools.combinations(sorted(case.items(), key=lambda item: item[0]), strength)} for case in cases
+    ]
+    wanted, chosen = set[tuple[Any, ...]]().union(*shows), []
+    while wanted:
+        best = max(range(len(cases)), key=lambda place: len(wanted & shows[place]))
         chosen.append(best)
-        values -= {*cases[best].items()}
+        wanted -= shows[best]
     return sorted(chosen)
 
 

@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config, items):
     """Begin with the tests that have a time of their own, which are the longest, and leave others to ``make campaign``.
 
     Of a test marked ``campaign(keep=n)`` all but ``n`` cases are left; of one marked ``campaign(cover=True)`` as many
-    stay as have each value of each parameter once.
+    stay as have each value of each parameter once, with ``cover=2`` each pair of them.
     """
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if CAMPAIGN:
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
         kept = (
             spread(number, range(len(each)))
             if how == "keep"
-            else covering([parameters(item) for item in each])
+            else covering([parameters(item) for item in each], number)
         )
         left |= {*each} - {each[place] for place in kept}
     config.hook.pytest_deselected(items=[item for item in items if item in left])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import holdfast
+from fork_server import Kill, Outcome, kill_in_turn
 from holdfast.data.corpus import Corpus
 from holdfast.data.loader import step_loader
 from holdfast.measure import drive_rates
@@ -189,24 +190,26 @@ def end(server: Any, reference: Reference, order: dict[str, Any], acknowledged: 
     assert reference.check_run(order["root"])[0] == STEPS
 
 
-def kill_often(
+def kill_and_end(
     server: Any,
     reference: Reference,
-    orders: Callable[[int], tuple[dict[str, Any], dict[str, Any]]],
-    rng: random.Random,
-    kills: int,
-    window: float,
-) -> None:
-    """``kills`` runs, each killed once within ``window`` seconds and then ended: ``orders`` gives both by number. The
-    window is corrected after each, so that some four of five moments come before the end, whatever else the machine
-    does."""
-    number, killed = 0, 0
-    while killed < kills:
-        number += 1
-        first, second = orders(number)
-        outcome = server.run(**first, steps=STEPS, kill_after=rng.uniform(0, window))
-        assert outcome.killed or outcome.finished, outcome
-        killed += outcome.killed
-        window *= 1.05 if outcome.killed else 0.8
-        end(server, reference, second, outcome.durable)
-        assert number < 2 * kills + 30, "most kills came after the end"
+    folder: Path,
+    kills: Sequence[Kill],
+    order_of: Callable[[Path], dict[str, Any]],
+) -> Path:
+    """Kill processes of one run in turn, let the last one end, and compare.
+
+    ``order_of`` says how each is made in a directory. Returns the directory of the run that ended.
+    """
+
+    def run(root: Path, **kill: Any) -> Outcome:
+        outcome = server.run(root=root, steps=STEPS, **order_of(root), **kill)
+        reference.check_run(root)
+        return outcome
+
+    def check_end(root: Path, outcome: Outcome) -> None:
+        assert reference.check_run(root)[0] == STEPS
+
+    root, acknowledged = kill_in_turn(run, folder, kills, check_end)
+    end(server, reference, {"root": root, **order_of(root)}, acknowledged)
+    return root

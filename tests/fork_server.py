@@ -12,14 +12,17 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import random
 import select
 import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from support.warm_python import call, environment_of
@@ -88,6 +91,58 @@ class ForkServer:
             f" {outcome.cpu_seconds:.1f}, and said {lines}\n{outcome.stacks}"
         )
         return outcome
+
+
+Kill = Callable[[], dict[str, Any]]
+"""What a process is ordered besides, drawn anew each time, so that it is killed."""
+
+
+def at_random(chance: random.Random, seconds: float) -> Kill:
+    """A kill within ``seconds`` of the start."""
+    return lambda: {"kill_after": chance.uniform(0.0, seconds)}
+
+
+def at_each(names: Sequence[str], seed: int = 0, of_units: int = 9) -> list[Kill]:
+    """A kill at each failpoint, in their order, or with another ``seed`` in any; at one of the first two arrivals, or
+    of the ``of_units`` first syncs of data."""
+    chance = random.Random(seed)
+    most = {"after_timeline_opened": 1, "before_data_sync": of_units, "after_data_sync": of_units}
+    order = chance.sample(names, len(names)) if seed else names
+    return [partial(dict, failpoint=f"{name}:{chance.randint(1, most.get(name, 2))}") for name in order]
+
+
+def kill_in_turn(
+    run: Callable[..., Outcome],
+    folder: Path,
+    kills: Sequence[Kill],
+    check_end: Callable[[Path, Outcome], None],
+    goes_back: bool = False,
+) -> tuple[Path, int]:
+    """Let processes of one run be killed in turn, each where it resumes from what the one before has left.
+
+    One that comes to its end is checked, and the next is killed by the same of ``kills`` in another directory.
+
+    Args:
+        run: starts a process in a directory, with what one of ``kills`` says.
+        goes_back: a process may resume an earlier step than the last acknowledged one.
+
+    Returns: the last directory, and the newest step acknowledged there.
+    """
+    number, acknowledged = 0, -1
+    for kill in kills:
+        for _ in range(30):
+            order, root = kill(), folder / str(number)
+            outcome = run(root=root, **order)
+            assert outcome.killed or outcome.finished, (order, outcome)
+            assert goes_back or outcome.resumed is None or outcome.resumed >= acknowledged, (order, outcome)
+            acknowledged = max(acknowledged, outcome.durable)
+            if outcome.killed:
+                break
+            check_end(root, outcome)
+            number, acknowledged = number + 1, -1
+        else:
+            raise AssertionError(f"processes came to their end before {order}")
+    return root, acknowledged
 
 
 def supervise(kill_after: float | None = None, **order: Any) -> dict[str, Any]:

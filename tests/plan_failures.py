@@ -62,7 +62,10 @@ class _Run:
         while True:
             # The next base is published when it is due, or as soon as one can be made where the last was lost.
             length = max(self.base + self.cadence.steps, start + self.m.base_steps) - start
-            steps = self._durable_steps(length, seconds - now - late)
+            left = seconds - now - late
+            steps = (
+                length if self._wall_seconds(length, length) <= left else self._durable_steps(length, left)
+            )
             self.step = start + steps if steps else self.step
             if steps < length:
                 return self._recovery_seconds()

@@ -6,6 +6,7 @@ the wrong kind of bytes or the wrong count gives another number.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -64,15 +65,18 @@ def uneven(count: int, unified: bool = True) -> Work:
     )
 
 
-def tiled(work: Work) -> Work:
-    """``work`` with the state of block i in 1, 2 or 3 tiles, and two outside of the blocks."""
-    blocks = (replace(b, cut=_tiles(1 + i % 3, b.elements, b.state_bytes, b.trained_param_bytes, b.grad_bytes))
-              for i, b in enumerate(work.blocks))  # fmt: skip
+def tiled(work: Work, counts: Sequence[int] = (1, 2, 3)) -> Work:
+    """``work`` with the state of blocks in so many tiles, by turns, and outside of the blocks in ``counts[1]``."""
+    tiles = zip(itertools.cycle(counts), work.blocks)
+    blocks = (
+        replace(b, cut=_tiles(n, b.elements, b.state_bytes, b.trained_param_bytes, b.grad_bytes))
+        for n, b in tiles
+    )
     return replace(
         work,
         blocks=tuple(blocks),
         resident_cut=_tiles(
-            2, work.resident_elements, work.resident_state_bytes, 0, work.resident_grad_bytes
+            counts[1], work.resident_elements, work.resident_state_bytes, 0, work.resident_grad_bytes
         ),
     )
 

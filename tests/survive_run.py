@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from checkpoint.loops import make
-from fork_server import Outcome
+from fork_server import Kill, Outcome, kill_in_turn
 from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpointer import Checkpointer
@@ -50,29 +50,28 @@ def shorten(
     said(finished=True)
 
 
-def kill_in_turn(
+def kill_and_end(
     run: Callable[..., Outcome],
+    whole: Outcome,
     folder: Path,
-    kills: int,
-    moment: Callable[[], float],
-    end: str,
+    kills: Sequence[Kill],
     goes_back: bool = False,
-) -> tuple[Path, int]:
-    """Let ``run`` be killed ``kills`` times, each after the seconds of ``moment``, where the one before was cut off or
-    at a base before that if it ``goes_back``; after one that came to its end, with the digest ``end``, in another
-    directory. Returns the last directory, and the newest step acknowledged there."""
-    root, acknowledged = folder / "0", -1
-    for number in range(1, 8 * kills):
-        outcome = run(root, kill_after=moment())
-        assert outcome.killed or outcome.finished, outcome.error
-        assert goes_back or outcome.resumed is None or outcome.resumed >= acknowledged
-        acknowledged, kills = max(acknowledged, outcome.durable), kills - outcome.killed
-        if not kills:
-            return root, acknowledged
-        if outcome.finished:
-            assert outcome.digest == end
-            root, acknowledged = folder / str(number), -1
-    raise AssertionError(f"{kills} kills came after the end")
+) -> Path:
+    """Let processes be killed in turn, and compare the end of the last one with the ``whole`` run.
+
+    Returns the directory of the last one. The arguments are those of ``kill_in_turn``.
+    """
+
+    def check_end(root: Path, outcome: Outcome) -> None:
+        assert outcome.finished, outcome.error
+        assert outcome.losses == whole.losses[len(whole.losses) - len(outcome.losses) :]
+        assert outcome.digest == whole.digest
+
+    root, acknowledged = kill_in_turn(run, folder, kills, check_end, goes_back)
+    last = run(root=root)
+    assert goes_back or last.resumed >= acknowledged, last
+    check_end(root, last)
+    return root
 
 
 def train(

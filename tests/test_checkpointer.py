@@ -83,15 +83,6 @@ def test_a_resumed_loop_ends_as_one_that_never_stopped(tmp_path, feature, stop):
     assert first + loop.losses == losses
 
 
-def test_recording_changes_no_number(tmp_path):
-    states, losses = reference(6)
-    loop, checkpointer = start(tmp_path)
-    with checkpointer:
-        checkpointer.resume()
-        go_on(loop, checkpointer, 6)
-    assert same(loop.state(), states[6]) and loop.losses == losses
-
-
 def test_an_earlier_step_is_resumed_and_the_later_ones_are_not_mixed_in(tmp_path):
     states, _ = reference(9)
     loop, checkpointer = start(tmp_path, base_every=3, keep=holdfast.Keep(9))
@@ -248,16 +239,16 @@ def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_path):
-    """A thousand times on a slow disk: gradients and buffers are overwritten right after ``step``."""
+    """Three hundred times on a slow disk: gradients and buffers are overwritten right after ``step``."""
     loop, checkpointer = start(tmp_path, base_every=10_000)
     loop.optimizers[0].zero_grad = lambda: None  # they are still there to be overwritten
     states, behind = {}, 0
     with checkpointer:
         checkpointer.resume()
         checkpointer._queue._throttles[True] = Throttle(20_000_000)
-        for i in range(1000):
+        for i in range(300):
             loop.iteration(i, checkpointer.step)
-            if i + 1 in (1, 500, 999, 1000):
+            if i + 1 in (1, 150, 299, 300):
                 states[i + 1] = loop.state()
             for p in loop.model.parameters():
                 overwrite[i % 3](p.grad)
@@ -265,7 +256,7 @@ def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_pa
             loop.model.norm.running_mean.data.fill_(float(i))
             loop.model.norm.running_var.numpy().fill(i + 1.0)
             behind += checkpointer.durable_step < checkpointer.steps_done
-    assert behind > 500
+    assert behind > 150
     for step in sorted(states, reverse=True):
         other, again = start(tmp_path)
         with again:
@@ -281,18 +272,6 @@ overwrite = [
 
 
 # A disk that is slow, full, or gone
-
-
-@pytest.mark.slow
-def test_at_most_so_many_steps_are_on_their_way(tmp_path):
-    loop, checkpointer = start(tmp_path)
-    with checkpointer:
-        checkpointer.resume()
-        checkpointer._queue._throttles[True] = Throttle(200_000)
-        for i in range(40):
-            loop.iteration(i, checkpointer.step)
-            assert checkpointer.steps_done - checkpointer.durable_step <= BOUND
-    assert checkpointer.durable_step == 40
 
 
 @pytest.mark.slow

@@ -160,6 +160,7 @@ def test_a_compiled_model_is_resumed_compiled_in_either_form_and_as_it_was(tmp_p
     ]
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["method", "function", "everything"])
 @pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:.torch.jit.script_method")

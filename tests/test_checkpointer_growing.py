@@ -12,6 +12,7 @@ from torch import nn
 from checkpoint.loops import cut_small
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.recovery.lineage import Lineage
+from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NoCommit
 from holdfast.state.text_delta import ADDED, lengthen, shorten
@@ -19,6 +20,7 @@ from holdfast.store.commit.pruning import prune
 from holdfast.store.commit.retention import Keep
 from holdfast.store.log.chain import read_journal
 from holdfast.store.run_store import LocalStore
+from replica_run import Forked
 from support.live_copy import copy_of_live_run
 
 STEPS = 40
@@ -192,7 +194,8 @@ def test_where_the_newest_base_is_damaged_an_older_one_leads_to_the_same(tmp_pat
 
 
 @pytest.mark.slow
-def test_with_a_replica_beside(tmp_path):
+def test_with_a_replica_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(replica_process, "start_process", Forked)
     (tmp_path / "memory").mkdir()
     texts = train(tmp_path / "run", 9, replica=tmp_path / "memory")
     assert resumed(tmp_path / "run") == (9, texts[9])

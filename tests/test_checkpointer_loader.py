@@ -4,6 +4,7 @@ epoch, to the very losses and bits of one that was never interrupted, with any n
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
@@ -44,9 +45,8 @@ def test_interrupted_at_a_random_step_and_resumed(undisturbed, tmp_path, stop, b
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.campaign(keep=2)
+@pytest.mark.parametrize("num_workers, seed", [*product([0, 2], range(4))])
 def test_killed_at_random_steps_until_it_is_done(server, undisturbed, tmp_path, num_workers, seed):
     chance, step = random.Random(seed), 0
     while True:

@@ -779,7 +779,7 @@ real, then = Disk.sync, []
 torch.set_num_threads(1)
 
 def sync(*args, **options):  # slow, so that steps are on their way at the end
-    time.sleep(0.2 if not then else then[0])
+    time.sleep(0.1 if not then else then[0])
     if then and then[0] == 0:
         raise DiskFailed("no disk")
     real(*args, **options)
@@ -787,7 +787,7 @@ def sync(*args, **options):  # slow, so that steps are on their way at the end
 Disk.sync = sync
 
 def main():
-    loop, checkpointer = start(sys.argv[1], deadline_seconds=2)
+    loop, checkpointer = start(sys.argv[1], deadline_seconds=1)
     checkpointer.resume()
     go_on(loop, checkpointer, checkpointer.steps_done + 20)
     {how}
@@ -831,7 +831,7 @@ def test_a_script_that_ends_without_close_has_every_step(tmp_path, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "why"), [("then.append(0)", "no disk"), ("then.append(60)", "nothing has been written for 2 s")]
+    ("how", "why"), [("then.append(0)", "no disk"), ("then.append(60)", "nothing has been written for 1 s")]
 )
 def test_a_script_that_cannot_write_its_last_steps_says_so_and_ends(tmp_path, how, why):
     told = script_ended(tmp_path / "run", how)

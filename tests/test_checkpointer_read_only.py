@@ -35,6 +35,7 @@ def close(loop, checkpointer):
     checkpointer.close()
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("act", [train_on, wait, save, close])
 @pytest.mark.parametrize("base_every", [2, 1000])
 def test_a_read_only_file_system_is_an_error_that_says_so_and_loses_nothing(

@@ -10,12 +10,14 @@ import pytest
 
 from checkpoint.loops import make, same
 from holdfast.checkpoint import bucket_copy
+from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, DiskFailed, RunMismatch
 from holdfast.events import read_events
 from holdfast.store.log.chain import verify_records
 from holdfast.store.object_store import ObjectDisk
 from holdfast.store.reader import RunReader
+from replica_run import Forked
 from test_checkpointer import ADAMW, go_on, reference
 
 
@@ -160,6 +162,7 @@ def test_a_place_that_is_no_bucket_is_refused(tmp_path):
 @pytest.mark.parametrize("replica", [False, True])
 def test_after_a_sigterm_the_copy_is_complete_when_the_process_ends(tmp_path, bucket, monkeypatch, replica):
     monkeypatch.setattr(bucket_copy, "SECONDS", 60)
+    monkeypatch.setattr(replica_process, "start_process", Forked)
     loop, checkpointer = begin(tmp_path / "run", bucket, replica=replica, base_every=100)
     checkpointer.resume()
     go_on(loop, checkpointer, 3)

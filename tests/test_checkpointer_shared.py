@@ -9,8 +9,10 @@ from torch import nn
 import holdfast
 from checkpoint.loops import cut_small, manifests
 from holdfast.checkpoint.recovery.compaction import compact
+from holdfast.checkpoint.replica import replica_process
 from holdfast.errors import BadInput, RunMismatch
 from holdfast.state.layout.overlaps import OverlappingMemory, overlaps, placed
+from replica_run import Forked
 from support.live_copy import copy_of_live_run
 
 STEPS = 40
@@ -138,6 +140,7 @@ CASES = [("same", adamw), ("transposed", adamw), ("partial", adamw), ("buffer", 
          ("rebound", Odd)]  # fmt: skip
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.parametrize(("how", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))
 def test_shared_memory_comes_back(tmp_path, monkeypatch, how, kind):
     cut_small(monkeypatch)
@@ -225,9 +228,9 @@ def test_a_replica_of_shared_memory_is_refused(tmp_path):
         holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizers, replica=True).resume()
 
 
-@pytest.mark.slow
-def test_a_replica_takes_buffers_that_are_one(tmp_path):
+def test_a_replica_takes_buffers_that_are_one(tmp_path, monkeypatch):
     """As one mask in several layers: records hold buffers by value."""
+    monkeypatch.setattr(replica_process, "start_process", Forked)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mask = torch.ones(2)
     for layer in model:
@@ -313,6 +316,7 @@ def train_parting(root, how, until, save=False, step=None):
     return done, model.state_dict()
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("how", ["all", "one", "at step 3", "none"])
 def test_buffers_that_part_after_they_are_made_come_back(tmp_path, how, save):

@@ -44,6 +44,7 @@ def run_of(root, feature, save=False):
     return root
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("feature", ["", *FEATURES])
 def test_training_goes_on_from_another_run_as_if_it_were_that_one(tmp_path, feature):
     other = run_of(tmp_path / "other", feature, save=feature in HAVE_THEIR_SCRIPT)

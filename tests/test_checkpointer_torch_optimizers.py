@@ -8,6 +8,7 @@ from torch import nn
 
 import holdfast
 import torch_optimizers
+from combined import CAMPAIGN
 from support.live_copy import copy_of_live_run
 
 CONFIGURATIONS = torch_optimizers.configurations()
@@ -76,5 +77,7 @@ def changed_by_a_kill(folder, configurations, device="cpu"):
 
 @pytest.mark.slow
 def test_every_optimizer_of_torch_goes_on_bit_for_bit(tmp_path):
+    """With each option in one of torch's ways, and in a campaign in all."""
     assert len(CONFIGURATIONS) >= 137
-    assert changed_by_a_kill(tmp_path, CONFIGURATIONS) == []
+    tried = CONFIGURATIONS if CAMPAIGN else torch_optimizers.configurations(one_way=True)
+    assert len(tried) >= 45 and changed_by_a_kill(tmp_path, tried) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from combined import covering, one_in, spread
@@ -26,3 +28,13 @@ def test_each_value_of_each_parameter_is_covered():
     assert {case["one"] for case in chosen} == set(range(6))
     assert {case["other"] for case in chosen} == set(range(3))
     assert len(chosen) == 6
+
+
+def test_each_pair_of_values_is_covered():
+    cases = [{"one": one, "other": other, "third": n} for one in "abc" for other in "abc" for n in range(2)]
+    chosen = [cases[place] for place in covering(cases, 2)]
+    for names in itertools.combinations(cases[0], 2):
+        assert {tuple(case[n] for n in names) for case in chosen} == {
+            tuple(c[n] for n in names) for c in cases
+        }
+    assert len(chosen) < 12

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 
 from holdfast.events import EventLog, describe_lost_steps, part_numbers, part_path, read_events
+from support.warm_python import environment_of, run_python
 
 
 def test_each_event_is_one_line_of_json_with_its_time(tmp_path):
@@ -125,7 +124,8 @@ def test_what_was_lost_is_said(tmp_path):
 
 @pytest.mark.slow
 def test_a_resume_is_one_line_on_standard_error(tmp_path):
-    code = """if True:
+    script = tmp_path / "script.py"
+    script.write_text("""if True:
         import sys, torch, holdfast
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,14 +135,12 @@ def test_a_resume_is_one_line_on_standard_error(tmp_path):
                 model(torch.ones(2)).sum().backward()
                 optimizer.step()
                 checkpointer.step()
-    """
+    """)
     run = str(tmp_path / "run")
-    said = [
-        subprocess.run([sys.executable, "-c", code, run], check=True, capture_output=True, text=True).stderr
-        for _ in range(2)
-    ]
-    assert said[0] == ""
-    [line] = said[1].splitlines()
+    done = [run_python(script, run, env=environment_of(), timeout=60) for _ in range(2)]
+    assert [each.returncode for each in done] == [0, 0]
+    assert done[0].stderr == ""
+    [line] = done[1].stderr.splitlines()
     assert line.startswith(
         f"holdfast: {run} continues after step 3: the base of step 0 loaded and 3 records replayed"
     )

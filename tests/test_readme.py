@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.loops import same
+from support.warm_python import environment_of, run_python
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,17 +27,14 @@ def test_the_snippet_is_twelve_lines_that_fit_a_screen():
 
 @pytest.mark.slow
 def test_the_snippet_runs_and_continues(tmp_path):
-    def run(code):
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-        command = [sys.executable, "-W", "error", "-c", code]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-        )
-
-    first = run(snippet().replace("< 20", "< 3"))
+    command = [sys.executable, "-W", "error", "-c", snippet().replace("< 20", "< 3")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    first = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert first.returncode == 0, first.stderr
     assert [line.split(":")[0] for line in first.stdout.splitlines()] == ["step 1", "step 2", "step 3"]
-    second = run(snippet().replace("< 20", "< 5"))
+    again = tmp_path / "again.py"
+    again.write_text(snippet().replace("< 20", "< 5"))
+    second = run_python(again, env=environment_of(), cwd=tmp_path, timeout=60)
     assert [line.split(":")[0] for line in second.stdout.splitlines()] == ["step 4", "step 5"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -68,7 +69,8 @@ EVERY = {
 }
 
 
-def write_tokenizer(folder: Path, first: str = "<s>") -> None:
+@cache
+def tokenizer(first: str) -> transformers.PreTrainedTokenizerFast:
     """Bytes, the marks <s> and </s>, and merges; ``first`` is put before any text, and </s> ends one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
@@ -82,8 +84,11 @@ def write_tokenizer(folder: Path, first: str = "<s>") -> None:
     own.post_processor = processors.TemplateProcessing(
         single=f"{first} $A", pair=f"{first} $A $B", special_tokens=[(first, own.token_to_id(first))]
     )
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, bos_token=first, eos_token="</s>")
-    fast.save_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, bos_token=first, eos_token="</s>")
+
+
+def write_tokenizer(folder: Path, first: str = "<s>") -> None:
+    tokenizer(first).save_pretrained(folder)
 
 
 def write_folder(folder: Path, make=llama, dtype=torch.bfloat16, **options) -> Path:

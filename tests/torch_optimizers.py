@@ -31,12 +31,17 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name, the class and the options of each that can be made on this machine."""
+def configurations(one_way: bool = False) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By name, the class and the options of each that can be made on this machine.
+
+    With ``one_way`` the options of a class take turns with the ways: each option is there once.
+    """
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for kind, choices in OPTIONS.items():
         ways = [{}] if kind == "Muon" else [*WAYS, *[{"fused": True}] * (kind in FUSED)]
-        for options, way in product(choices, ways):
+        for (i, options), (j, way) in product(enumerate(choices), enumerate(ways)):
+            if one_way and (i - j) % len(ways):
+                continue
             if isinstance(options.get("lr"), torch.Tensor) and way.get("foreach"):
                 continue  # torch takes it with capturable=True alone, and that on accelerators
             text = " ".join(f"{key}={value}" for key, value in {**options, **way}.items())

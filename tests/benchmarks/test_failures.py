@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from survive import summary as summary_of_steps
 from holdfast.schedule.interval.snapshot_interval import Limits
 from holdfast.schedule.interval.tuner import FIRST_STEPS
 from holdfast.schedule.interval.waste import MeasuredCosts
+from support.warm_python import environment_of, run_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -36,19 +34,9 @@ MEASURED = MeasuredCosts(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    done = subprocess.run(
-        [
-            sys.executable,
-            BENCHMARKS / "failures.py",
-            "--small",
-            "--folder",
-            tmp_path_factory.mktemp("failures"),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=280,
-    )
+    words = (BENCHMARKS / "failures.py", "--small", "--folder", tmp_path_factory.mktemp("failures"))
+    needed = ["transformers.models.gpt2.modeling_gpt2"]
+    done = run_python(*words, env=environment_of(), modules=needed, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

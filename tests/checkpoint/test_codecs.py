@@ -80,6 +80,7 @@ def manifests_of(root):
 # Going on
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("feature", ["batchnorm", "scaler", "unused", "two", "ema", "tied"])
 def test_a_run_that_was_closed_goes_on_as_if_it_had_not(tmp_path, small_units, codec, feature):
@@ -99,6 +100,7 @@ def test_a_run_that_was_closed_goes_on_as_if_it_had_not(tmp_path, small_units, c
     assert first + loop.losses == losses
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("stop", [14, 19, 23])
 def test_a_run_that_died_goes_back_to_its_base_or_on_without_residuals(tmp_path, small_units, codec, stop):
@@ -445,7 +447,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_with_the_way_out(t
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("codec", [*LOSSY.values(), Exact(compress=True)], ids=str)
 def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_path, codec):
     loop, checkpointer = start(tmp_path, codec, base_every=10_000)

@@ -51,7 +51,7 @@ def steps_of(root):
         return [ref.step for ref in reader.line()]
 
 
-@pytest.mark.campaign(keep=27)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_compacted_base_is_that_of_the_script_bit_for_bit(tmp_path, name, feature):

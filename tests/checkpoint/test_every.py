@@ -196,7 +196,8 @@ def switching(monkeypatch):
     switch_often(monkeypatch.setattr)
 
 
-@pytest.mark.parametrize("feature", ["batchnorm", "ema", "scaler"])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("feature", ["ema", "batchnorm", "scaler"])
 def test_across_every_change_the_newest_durable_step_comes_back_bit_for_bit(tmp_path, switching, feature):
     last = 4 * ROUND
     states, losses = reference(last + 4, feature)

@@ -90,6 +90,7 @@ def read(codec, arrays, parameter):
     return flat.view(parameter.shape)
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_together_has_bits_of_each_alone(monkeypatch, codec, dtype):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from holdfast.checkpoint.log.helper_cpus import chosen_cpus
 from holdfast.distributed import Ranks
 from holdfast.errors import BadInput
 from holdfast.io.threads import allowed_cpus
+from support.warm_python import environment_of, run_python
 
 CPUS = sorted(allowed_cpus())
 CHILD = """
@@ -36,7 +35,9 @@ with holdfast.Checkpointer(root, model=model, optimizer=optimizer, helper_cpus=g
         optimizer.step()
         ckpt.step()
     ckpt.wait()
-    found = {each.name: sorted(os.sched_getaffinity(each.native_id)) for each in threading.enumerate()}
+    numbers = {each.name: each.native_id for each in threading.enumerate()}
+    numbers["MainThread"] = os.getpid()  # of a fork; Python 3.11 still has that of its parent
+    found = {name: sorted(os.sched_getaffinity(number)) for name, number in numbers.items()}
 wait.set()
 print(json.dumps(found))
 """
@@ -44,10 +45,10 @@ print(json.dumps(found))
 
 def masks(root, mask, given):
     """Those of the threads of a process that was started with ``mask``: of the helpers, and of all others."""
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps([str(root), mask, given])],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    script = root.with_name(root.name + ".py")
+    script.write_text(CHILD)
+    child = run_python(script, json.dumps([str(root), mask, given]), env=environment_of(), timeout=60)
+    assert child.returncode == 0, child.stderr
     found = json.loads(child.stdout)
     helpers = {
         name: cpus for name, cpus in found.items() if name.startswith(("holdfast-recorder", "holdfast-io"))

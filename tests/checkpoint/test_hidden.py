@@ -137,27 +137,40 @@ KEEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
-def test_own_state_of_optimizer_comes_back(tmp_path, keeps, recwarn):
+def begin_each():
+    """A layer for each of ``KEEPS``, with an optimizer of its own."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 3) for _ in KEEPS])
+    return model, [Holding(layer.parameters(), keeps) for layer, keeps in zip(model, KEEPS, strict=True)]
+
+
+def test_own_state_of_optimizers_comes_back(tmp_path, recwarn):
     """From a base in the midst of the run and the records after it, twice, after kills."""
-    whole, optimizer = begin(keeps)
+
+    def iterate_each(model, optimizers, i):
+        for layer, optimizer in zip(model, optimizers, strict=True):
+            iterate(layer, optimizer, i)
+
+    whole, optimizers = begin_each()
     for i in range(14):
-        iterate(whole, optimizer, i)
+        iterate_each(whole, optimizers, i)
     root = tmp_path / "0"
     for number, until in enumerate((9, 11, 14)):
-        model, optimizer = begin(keeps)
-        ckpt = holdfast.Checkpointer(root, model=model, optimizer=optimizer, base_every=1000)
+        model, optimizers = begin_each()
+        ckpt = holdfast.Checkpointer(root, model=model, optimizer=optimizers, base_every=1000)
         with ckpt:
             done = ckpt.resume()
             assert done == (0, 9, 11)[number]
             for i in range(done, until):
-                iterate(model, optimizer, i)
+                iterate_each(model, optimizers, i)
                 ckpt.step()
                 if i == 6:
                     ckpt.save()
             ckpt.wait()
             root = shutil.copytree(root, tmp_path / str(number + 1))
-    assert torch.equal(whole.weight, model.weight) and not recwarn, [str(w.message) for w in recwarn]
+    for keeps, layer, other in zip(KEEPS, whole, model, strict=True):
+        assert torch.equal(layer.weight, other.weight), keeps
+    assert not recwarn, [str(w.message) for w in recwarn]
 
 
 def test_resume_to_earlier_step_forgets_later_state(tmp_path):

@@ -198,7 +198,8 @@ def test_a_record_that_cannot_be_read_is_not_given_up(tmp_path, unread, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "back"), [(44, 0), (44, 3), (45, 0)])
+@pytest.mark.campaign(keep=2)
+@pytest.mark.parametrize(("lost", "back"), [(45, 0), (44, 3), (44, 0)])
 def test_the_steps_before_a_record_that_cannot_be_read_are_gone_on_from(tmp_path, unread, lost, back):
     """Also when they were taken and nothing was done."""
     states, _ = reference(60)

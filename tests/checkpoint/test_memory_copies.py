@@ -77,6 +77,7 @@ def data_files(memory):
     return sorted(memory.glob(f"*/{retained_state.KEPT}/data/*"))
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("feature", ["batchnorm", "schedule", "scaler", "ema", "two", "frozen", "tied"])
 def test_killed_run_continues_from_its_copy(memory, root, feature):
     states, losses = reference(STOP + 4, feature)

@@ -53,7 +53,7 @@ def small_units(monkeypatch):
     cut_small(monkeypatch)
 
 
-@pytest.mark.campaign(keep=11)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("feature", ["", "schedule", "clip", "unused", "frozen"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature):
@@ -68,6 +68,7 @@ def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature)
     assert all(base.oldest_step == base.step for base in manifests(tmp_path))
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", ["apollo", "grass", "8bit"])
 def test_lossy_gradients_come_back_too(tmp_path, small_units, name):
     states = trained(tmp_path, OPTIMIZERS[name], "", codec=TopK(0.3), base_every=9, keep=Keep(9))
@@ -76,6 +77,7 @@ def test_lossy_gradients_come_back_too(tmp_path, small_units, name):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, name):
     whole = make(OPTIMIZERS[name], "schedule")
@@ -100,6 +102,7 @@ def forked(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "MEMORY", memory)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", ["adafactor", "apollo", "grass by chance", "bf16", "8bit"])
 def test_a_replica_has_the_bits_of_the_trainer(tmp_path, forked, name):
     loop = make(OPTIMIZERS[name], "")
@@ -233,6 +236,7 @@ def test_a_replica_learns_the_precision_of_products(own_products, lowers):
     assert product_precision() == precision != "highest"
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", ["adafactor", "apollo", "grass by chance", "bf16", "8bit"])
 def test_a_run_is_compacted_without_its_script(tmp_path, name):
     states = trained(tmp_path, OPTIMIZERS[name], "schedule", keep=Keep(9))

@@ -247,7 +247,7 @@ def new_form(loop, checkpointer):
     go_on(loop, checkpointer, 60)
 
 
-@pytest.mark.campaign(keep=12)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("act", [whole_base, gap_base, adapted, new_form])
 @pytest.mark.parametrize("call", ["allocate", "sync", "write_bytes", "sync_dir", "rename"])
 def test_a_disk_that_hangs_while_a_base_is_made_is_an_error_and_no_hang(tmp_path, monkeypatch, act, call):
@@ -323,6 +323,7 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
 
 
 @pytest.mark.slow
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("shape", [(3_000, 100), (300_000,), (7, 3, 11_000)])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
 def test_rows_of_a_large_parameter_are_copied_each_at_a_step_of_their_own(tmp_path, monkeypatch, shape, name):

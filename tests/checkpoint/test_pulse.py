@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.replica import replica_process
 from holdfast.events import EventLog, StepLog, read_events
+from replica_run import Forked
 
 
 class Clock:
@@ -92,7 +94,8 @@ def test_a_run_tells_every_step_and_all_that_it_wrote(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_beside_a_replica_tells_where_that_is(tmp_path):
+def test_a_run_beside_a_replica_tells_where_that_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(replica_process, "start_process", Forked)
     train(tmp_path, 3, replica=True)
     *_, last = steps_of(tmp_path / "events.jsonl")
     assert (last["step"], last["replica_step"]) == (3, 3)

@@ -109,6 +109,7 @@ def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature,
         assert same(found, state), (step, [key for key in state if not same(found[key], state[key])])
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("codec", ["exact", "compressed", "topk-lossy"])
 @pytest.mark.parametrize("name", FUSED)
 def test_what_a_fused_optimizer_unscales_by_itself_comes_back(tmp_path, small_units, name, codec):

@@ -82,7 +82,7 @@ def states_of(feature, optimizer=ADAMW, steps=STEPS):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=6)
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("feature, name", one_in(5, HABITS, OPTIMIZERS))
 def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
     """Each step is compared in full by digest, and what the replica persisted of it is read back."""
@@ -103,7 +103,7 @@ def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", [name for name in FUSED if name in OPTIMIZERS])
 def test_the_replica_unscales_as_a_fused_optimizer_does_by_itself(tmp_path, name):
     loop, checkpointer = start(tmp_path, "fused scaler", OPTIMIZERS[name], keep=Keep(99))
@@ -166,30 +166,29 @@ def test_gradients_that_come_after_an_optimizers_step_do_not_change_what_it_cons
     assert not events(tmp_path, "drift")
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda p: p.grad.mul_(2),
-        lambda p: p.grad.data.mul_(2),
-        lambda p: p.grad.numpy().__imul__(2),
-        lambda p: setattr(p, "grad", p.grad * 2),
-        lambda p: setattr(p, "grad", None),
-    ],
-    ids=["in place", "data", "numpy", "another tensor", "none"],
-)
-def test_gradients_that_are_changed_after_backward_are_taken_again(tmp_path, edit):
+EDITS = [
+    lambda p: p.grad.mul_(2),
+    lambda p: p.grad.data.mul_(2),
+    lambda p: p.grad.numpy().__imul__(2),
+    lambda p: setattr(p, "grad", p.grad * 2),
+    lambda p: setattr(p, "grad", None),
+]
+
+
+def test_gradients_that_are_changed_after_backward_are_taken_again(tmp_path):
+    """In place, out of torch's sight in two ways, by another tensor, and by none: each at two steps in a row."""
     loop, checkpointer = start(tmp_path, "")
     real = loop.optimizers[0].step
 
     def step():
         for parameter in list(loop.model.parameters())[1:3]:
-            edit(parameter)
+            EDITS[checkpointer.steps_done // 2](parameter)
         real()
 
     loop.optimizers[0].step = step
     with checkpointer:
         checkpointer.resume()
-        for i in range(4):
+        for i in range(2 * len(EDITS)):
             loop.iteration(i, checkpointer.step)
             checkpointer.save()
     assert not events(tmp_path, "drift")
@@ -466,15 +465,15 @@ def disk_of(monkeypatch):
 @pytest.mark.slow
 def test_a_slow_disk_is_waited_for_by_who_waits_and_by_who_closes(tmp_path, disk_of):
     """A base of copies takes longer than the deadline, and each of its units less."""
-    disk_of(40_000)
-    loop, checkpointer = start(tmp_path, deadline_seconds=2.5, direct=False)
+    disk_of(66_000)
+    loop, checkpointer = start(tmp_path, deadline_seconds=1.5, direct=False)
     began = time.monotonic()
     checkpointer.resume()
-    assert time.monotonic() - began > 2.5
+    assert time.monotonic() - began > 1.5
     loop.iteration(0, checkpointer.step)
     began = time.monotonic()
     checkpointer.close(save=False)
-    assert time.monotonic() - began > 2.5
+    assert time.monotonic() - began > 1.5
     assert checkpointer.durable_step == 1
 
 
@@ -609,6 +608,7 @@ def test_a_parameter_that_is_trained_later_is_handed_over_anew(tmp_path):
     assert same(recovered(tmp_path / "run", ADAMW, "", 6), state)
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("after", [True, False])
 def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(tmp_path, before, after):
@@ -934,9 +934,11 @@ def test_a_new_run_in_the_same_inode_leaves_memory_alone(remembered, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [b"", b"{}", b"[" * 5000, b'{"run": 1, "device": 2, "inode": 3}', b"\xff"])
-def test_a_tier_whose_owner_cannot_be_read_is_known_by_its_name(remembered, text):
-    (shared_memory.place_of(remembered / "run", shared_memory.MEMORY) / shared_memory.OWNER).write_bytes(text)
+def test_a_tier_whose_owner_cannot_be_read_is_known_by_its_name(remembered):
+    place = shared_memory.place_of(remembered / "run", shared_memory.MEMORY)
+    for text in (b"", b"{}", b"[" * 5000, b'{"run": 1, "device": 2, "inode": 3}', b"\xff"):
+        (place / shared_memory.OWNER).write_bytes(text)
+        assert shared_memory.owner_of(place) is None
     assert resumed(remembered) == 5
 
 

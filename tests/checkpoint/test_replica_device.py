@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=6)
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name, feature", CASES)
 def test_the_replica_is_the_trainer_after_every_step_and_training_waits_for_no_copy(
     tmp_path, device, name, feature

@@ -267,6 +267,7 @@ def kinds_of(record):
     return [update["codec"]["kind"] for update in record.about["updates"]]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("optimizer, scaled", [("adamw", False), ("fused", True), ("nesterov", False)])
 def test_steps_that_touch_little_take_little_and_come_back(tmp_path, optimizer, scaled):
     """A record takes, beside its JSON, the bytes of touched rows and at most 5 % more."""

@@ -20,8 +20,9 @@ class Result:
 
 @pytest.fixture(autouse=True)
 def short_sample(monkeypatch):
-    """What a run writes at its end has few tokens. (Processes: ``support.short_sample``.)"""
+    """A run writes one token at its end, and reads little held-out text. (Processes: ``support.short_sample``.)"""
     monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
+    monkeypatch.setattr("holdfast.cli.train.train_job.VALIDATION_SAMPLES", 4)
 
 
 @pytest.fixture

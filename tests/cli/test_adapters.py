@@ -17,6 +17,7 @@ from holdfast.cli.train.recipe import recipe_of
 from holdfast.config import load_config
 from holdfast.data.loader import step_loader
 from support.adapter_runs import TINY, logits, losses, train_adapters
+from support.tiny_keys import words
 from training import differing, stored
 
 transformers = pytest.importorskip("transformers")
@@ -132,6 +133,7 @@ WHOLE = {"llama": "lm_head", "gpt2": "ln_f"}
 
 
 @pytest.mark.slow
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "whole"])
 @pytest.mark.parametrize("make", ["llama", "gpt2"])
 def test_losses_are_those_of_peft_in_a_plain_loop(tmp_path, train, holdfast, text, make, kind):
@@ -259,19 +261,18 @@ def test_a_killed_run_of_adapters_ends_the_same_without_its_folder(
 ):
     folder, whole, run = tmp_path / "folder", tmp_path / "whole", tmp_path / "run"
     shutil.copytree(llama, folder)
-    assert train(whole, folder, 8, *LORA, "lora.dora=true").code == 0
-    keys = TINY | {"run.dir": run, "data.text": text, "train.steps": 8, "io.write_limit": "100KB"}
-    sets = [*(f"{key}={value}" for key, value in keys.items()), *LORA, "lora.dora=true"]
-    words = [word for each in sets for word in ("--set", each)]
-    process = holdfast_process("train", "--model", folder, *words)
-    while not (run / "events.jsonl").exists() or len(losses(run)) < 3:
+    assert train(whole, folder, 5, *LORA, "lora.dora=true").code == 0
+    keys = TINY | {"run.dir": run, "data.text": text, "train.steps": 5, "io.write_limit": "100KB"}
+    keys |= dict(each.split("=", 1) for each in (*LORA, "lora.dora=true"))
+    process = holdfast_process("train", "--model", folder, *words(keys))
+    while not (run / "events.jsonl").exists() or len(losses(run)) < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.kill()
     process.wait()
-    assert len(losses(run)) < 8
+    assert len(losses(run)) < 5
     shutil.rmtree(folder)
-    result = train(run, folder, 8, *LORA, "lora.dora=true")
+    result = train(run, folder, 5, *LORA, "lora.dora=true")
     assert result.code == 0 and "Continuing after step" in result.out, result.err
     assert differing(stored(run), stored(whole)) == [] and losses(run) == losses(whole)
 

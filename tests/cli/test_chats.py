@@ -7,6 +7,7 @@ import json
 import pytest
 
 from holdfast.offload.engine import Engine
+from support.tiny_keys import STEP, words
 from training import differing, stored
 
 transformers = pytest.importorskip("transformers")
@@ -32,11 +33,6 @@ def folder(tmp_path_factory):
     return write_chat_folder(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 3)
-
-
 @pytest.fixture
 def chats(tmp_path):
     return write_chats(tmp_path / "chats.jsonl", 40)
@@ -56,13 +52,11 @@ def write_chats(path, count):
 
 
 def arguments(run, chats, *more, steps=4):
-    sets = {
-        "run.dir": run, "data.text": chats, "model.context": CONTEXT, "train.steps": steps, "train.micro_batches": 2,
-        "train.micro_batch_size": 2, "train.learning_rate": 0.01, "train.warmup_steps": 0, "train.dtype": "fp32",
-        "offload.host_budget": "8GiB", "io.direct": "false",
+    keys = STEP | {
+        "run.dir": run, "data.text": chats, "model.context": CONTEXT, "train.steps": steps, "train.learning_rate": 0.01,
+        "train.warmup_steps": 0, "offload.host_budget": "8GiB", "io.direct": "false",
     }  # fmt: skip
-    sets |= dict(each.split("=", 1) for each in more)
-    return [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    return words(keys | dict(each.split("=", 1) for each in more))
 
 
 def events(run, kind):
@@ -70,7 +64,7 @@ def events(run, kind):
     return [event for event in told if event["event"] == kind]
 
 
-def words(result):
+def one_line(result):
     return " ".join(result.out.split())
 
 
@@ -116,8 +110,9 @@ def test_model_that_mixes_samples_gets_sorted_ones(tmp_path, holdfast, folder, c
     run, on = tmp_path / "run", "data.packing=on"
     result = holdfast("train", "--model", folder, *arguments(run, chats, on, steps=1))
     assert result.code == 0, result.err
-    assert "this model mixes the samples of a row (as in a test). The samples of a step are sorted" in words(
-        result
+    assert (
+        "this model mixes the samples of a row (as in a test). The samples of a step are sorted"
+        in one_line(result)
     )
     assert 'packing = "lengths"' in (run / "config.toml").read_text()
     monkeypatch.undo()
@@ -139,7 +134,7 @@ def test_run_that_stops_before_its_model_was_asked_asks_again(tmp_path, holdfast
     monkeypatch.setattr("holdfast.cli.train.row_packing.packing_fault", lambda *_, **__: "as in a test")
     result = holdfast("train", "--model", folder, *arguments(run, chats, on, steps=2))
     assert result.code == 0, result.err
-    assert "this model mixes the samples of a row (as in a test)" in words(result)
+    assert "this model mixes the samples of a row (as in a test)" in one_line(result)
     assert 'packing = "lengths"' in (run / "config.toml").read_text()
 
 
@@ -175,11 +170,13 @@ def test_run_ends_when_losses_no_longer_fall(tmp_path, holdfast, folder, chats, 
     interrupted()
     result = holdfast("train", "--model", folder, *arguments(run, chats, *more, steps=9))
     assert result.code == 0, result.err
-    assert "40 samples and 6 held out" in words(result)
-    assert "Ended after step 3 of 9, since 3 validation losses in a row were no lowest ones" in words(result)
-    assert "at step 0" in words(result)
+    assert "40 samples and 6 held out" in one_line(result)
+    assert "Ended after step 3 of 9, since 3 validation losses in a row were no lowest ones" in one_line(
+        result
+    )
+    assert "at step 0" in one_line(result)
     result = holdfast("train", "--model", folder, *arguments(run, chats, *more, steps=9))
-    assert result.code == 0 and "Ended after step 3 of 9" in words(result)
+    assert result.code == 0 and "Ended after step 3 of 9" in one_line(result)
     assert [event["step"] for event in events(run, "step")] == [1, 2, 3]
 
 
@@ -212,7 +209,7 @@ def test_best_weights_are_kept_as_a_folder(tmp_path, holdfast, folder, chats):
     run, more = tmp_path / "run", ("train.validate_every=2", "train.keep_best=true")
     result = holdfast("train", "--model", folder, *arguments(run, chats, *more))
     assert result.code == 0, result.err
-    assert "the lowest so far" in result.out and f"its weights are in {run / 'best' / 'step-4'}" in words(
+    assert "the lowest so far" in result.out and f"its weights are in {run / 'best' / 'step-4'}" in one_line(
         result
     )
     assert [path.name for path in (run / "best").iterdir()] == ["step-4"]

@@ -9,11 +9,11 @@ from holdfast.cli.train.micro_batch_choice import CountFound
 from holdfast.config import load_config
 from holdfast.errors import ConfigError
 from holdfast.events import read_events
+from support.tiny_keys import TINY, words
 
-TINY = {
-    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
-    "train.micro_batches": "auto", "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.steps": 2,
-    "train.learning_rate": 1e-2, "model.dropout": 0.1, "train.dtype": "fp32",
+KEYS = TINY | {
+    "train.micro_batches": "auto", "train.warmup_steps": 2, "train.steps": 2, "train.learning_rate": 1e-2,
+    "model.dropout": 0.1,
 }  # fmt: skip
 
 
@@ -24,10 +24,9 @@ def train(tmp_path, holdfast):
     text.write_text("".join(random.Random(0).choices(["def ", "self", "(", ")", ":\n"], k=2000)))
 
     def call(name, **sets):
-        keys = TINY | {"run.dir": tmp_path / name, "data.text": text}
-        keys |= {key.replace("__", "."): value for key, value in sets.items()}
+        keys = KEYS | {"run.dir": tmp_path / name, "data.text": text}
         return holdfast(
-            "train", *(word for item in keys.items() for word in ("--set", "=".join(map(str, item))))
+            "train", *words(keys | {key.replace("__", "."): value for key, value in sets.items()})
         )
 
     return call

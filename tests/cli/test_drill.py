@@ -61,11 +61,24 @@ def start(monkeypatch, folder, name, until):
     return steps
 
 
-def drilled(monkeypatch, tmp_path, name):
-    """The lines of two uninterrupted runs of 6 steps, and of one that was resumed after step 3."""
-    whole = [start(monkeypatch, tmp_path / each, name, 6) for each in ("first", "second")]
-    start(monkeypatch, tmp_path / "killed", name, 3)
-    return *whole, start(monkeypatch, tmp_path / "killed", name, 6)
+@pytest.fixture(scope="module")
+def drills():
+    return {}
+
+
+@pytest.fixture
+def drilled(monkeypatch, tmp_path_factory, random_kept, drills):
+    """The lines of two uninterrupted runs of 6 steps, and of one resumed after step 3, once for each script."""
+
+    def call(name):
+        if name not in drills:
+            folder = tmp_path_factory.mktemp(name)
+            whole = [start(monkeypatch, folder / each, name, 6) for each in ("first", "second")]
+            start(monkeypatch, folder / "killed", name, 3)
+            drills[name] = *whole, start(monkeypatch, folder / "killed", name, 6)
+        return drills[name]
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -76,8 +89,8 @@ def drilled(monkeypatch, tmp_path, name):
         ("own_value", "value", "damping.mean in main() (own_value.py)"),
     ],
 )
-def test_planted_fault_is_named(monkeypatch, tmp_path, random_kept, name, kind, named):
-    first, second, killed = drilled(monkeypatch, tmp_path, name)
+def test_planted_fault_is_named(drilled, name, kind, named):
+    first, second, killed = drilled(name)
     assert first_difference(first, second) is None
     found = first_difference(first, killed)
     assert (found.step, found.resumed) == (4, 3) and found.tensors
@@ -85,8 +98,8 @@ def test_planted_fault_is_named(monkeypatch, tmp_path, random_kept, name, kind, 
     assert reason.kind == kind and named in reason.names
 
 
-def test_sound_script_is_equal(monkeypatch, tmp_path, random_kept):
-    first, second, killed = drilled(monkeypatch, tmp_path, "sound")
+def test_sound_script_is_equal(drilled):
+    first, second, killed = drilled("sound")
     assert first_difference(first, second) is None and first_difference(first, killed) is None
     assert killed.starts() == [0] and killed.last_step == first.last_step == 6
     assert not (Path("runs")).exists()
@@ -294,10 +307,10 @@ def test_other_hyper_parameters_are_told(tmp_path):
     assert resumed_reason(first_difference(first, other), {}).kind == "hyper-parameters"
 
 
-def test_page_shows_what_a_drill_prints(monkeypatch, tmp_path, random_kept):
+def test_page_shows_what_a_drill_prints(monkeypatch, tmp_path, drilled):
     """The sentences of docs/survives.md, whose script is called train.py."""
     page = (DRILLED.parents[1] / "docs" / "survives.md").read_text()
-    first, second, killed = drilled(monkeypatch, tmp_path, "own_generator")
+    first, second, killed = drilled("own_generator")
     text = resumed_reason(first_difference(first, killed), noise_of(first, second)).text
     assert f"likely reason: {text.replace('own_generator.py', 'train.py')}\n" in page
     out = io.StringIO()

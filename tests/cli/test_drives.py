@@ -8,14 +8,9 @@ import pytest
 
 from holdfast.measure import drive_rates
 from holdfast.store.reader import RunReader
+from support.tiny_keys import TINY, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drives .* are on one file system")
-
-
-TINY = {
-    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
-    "train.micro_batches": 2, "train.micro_batch_size": 2, "train.steps": 4, "train.dtype": "fp32",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -24,16 +19,14 @@ def arguments(tmp_path):
     (tmp_path / "text").write_text("def return self(): pass\n" * 200)
 
     def of(run, **sets):
-        keys = TINY | {"run.dir": run, "data.text": tmp_path / "text"}
-        keys |= {k.replace("__", "."): v for k, v in sets.items()}
-        return ["train", *(word for key, value in keys.items() for word in ("--set", f"{key}={value}"))]
+        keys = TINY | {"train.steps": 4, "run.dir": run, "data.text": tmp_path / "text"}
+        return ["train", *words(keys | {k.replace("__", "."): v for k, v in sets.items()})]
 
     return of
 
 
 @pytest.fixture(autouse=True)
 def different_disks(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 5)
     monkeypatch.setattr(drive_rates, "rate_of", lambda directory, limits: 1e9)
     monkeypatch.setattr(drive_rates, "device_of", hash)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast as library
+from combined import covering
 from killed import Killed
 from support.grouped import grouped
 from training import differing, same_bits, state_of, stored
@@ -21,8 +22,13 @@ import families  # noqa: E402
 from families import FAMILIES, build, micro_batches  # noqa: E402
 
 STEPS = 2
+TRAITS = ("kind", "batch", "named", "attention", "says")
+"""What makes families different for this library: the others are left to campaigns."""
+TRIED = covering([{trait: getattr(each, trait) for trait in TRAITS} for each in FAMILIES.values()])
+SLOW, LEFT = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.campaign)
 EACH = [
-    pytest.param(name, marks=() if family.quick else pytest.mark.slow) for name, family in FAMILIES.items()
+    pytest.param(name, marks=() if family.quick else SLOW if place in TRIED else LEFT)
+    for place, (name, family) in enumerate(FAMILIES.items())
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")
 
@@ -115,6 +121,7 @@ def with_frozen_experts(model):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name", families.ONE_BY_ONE)
 def test_experts_one_by_one_have_the_bits_of_a_plain_loop(in_memory, name):
     losses, expected = plain_loop(name, with_frozen_experts(build(name)))

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from support.tiny_keys import STEP, words
 from training import differing, stored
 
 transformers = pytest.importorskip("transformers")
@@ -31,12 +32,11 @@ def text(tmp_path):
 
 
 def arguments(run, text, steps, *more):
-    sets = {
-        "run.dir": run, "data.text": text, "model.context": 16, "train.steps": steps, "train.micro_batches": 2,
-        "train.micro_batch_size": 2, "train.learning_rate": 0.01, "train.warmup_steps": 0, "train.dtype": "fp32",
-        "offload.host_budget": "8GiB", "io.direct": "false",
+    keys = STEP | {
+        "run.dir": run, "data.text": text, "model.context": 16, "train.steps": steps, "train.learning_rate": 0.01,
+        "train.warmup_steps": 0, "offload.host_budget": "8GiB", "io.direct": "false",
     }  # fmt: skip
-    return [word for key, value in sets.items() for word in ("--set", f"{key}={value}")] + list(more)
+    return [*words(keys), *more]
 
 
 def events(run, kind):
@@ -110,7 +110,7 @@ def names_in(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "kind, optimizer", [("text", "adamw"), ("pairs", "adamw"), ("text", "mezo"), ("pairs", "muon")]
 )
@@ -122,18 +122,18 @@ def test_a_killed_run_goes_on_without_its_folder_bit_for_bit(
     folder, whole, run = tmp_path / "folder", tmp_path / "whole", tmp_path / "run"
     shutil.copytree(llama, folder)
     by = ("--set", f"train.optimizer={optimizer}")
-    assert holdfast("train", "--model", folder, *arguments(whole, data, 8, *by)).code == 0
+    assert holdfast("train", "--model", folder, *arguments(whole, data, 5, *by)).code == 0
     process = holdfast_process(
-        "train", "--model", folder, *arguments(run, data, 8, *by, "--set", "io.write_limit=1MB")
+        "train", "--model", folder, *arguments(run, data, 5, *by, "--set", "io.write_limit=1MB")
     )
-    while not (run / "events.jsonl").exists() or len(events(run, "step")) < 3:
+    while not (run / "events.jsonl").exists() or len(events(run, "step")) < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.kill()
     process.wait()
-    assert len(events(run, "step")) < 8
+    assert len(events(run, "step")) < 5
     shutil.rmtree(folder)
-    result = holdfast("train", "--model", folder, *arguments(run, data, 8, *by))
+    result = holdfast("train", "--model", folder, *arguments(run, data, 5, *by))
     assert result.code == 0, result.err
     assert "encoding the text" not in result.out and "Continuing after step" in result.out
     assert differing(stored(run), stored(whole)) == []

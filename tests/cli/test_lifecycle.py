@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -14,19 +15,26 @@ from survive_run import OPTIMIZER
 from tiny_run import TinyRun, flip
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """Forty steps; bases of several steps about every ten; a group of records in each segment."""
+    loop, root = make(OPTIMIZER), tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        cut_small(patch, 1)
+        with Checkpointer(
+            root, model=loop.model, optimizer=loop.optimizers, base_every=10, keep=Keep(9)
+        ) as checkpointer:
+            checkpointer.resume()
+            for i in range(40):
+                loop.iteration(i, checkpointer.step)
+                checkpointer._backend.recorder.drain()
+    return root
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch):
     cut_small(monkeypatch, 1)
-    loop = make(OPTIMIZER)
-    with Checkpointer(
-        tmp_path / "run", model=loop.model, optimizer=loop.optimizers, base_every=10, keep=Keep(9)
-    ) as checkpointer:
-        checkpointer.resume()
-        for i in range(40):
-            loop.iteration(i, checkpointer.step)
-            checkpointer._backend.recorder.drain()
-    return tmp_path / "run"
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def files(run):

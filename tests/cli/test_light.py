@@ -7,11 +7,7 @@ import pytest
 
 from holdfast.cli.train import train_job
 from holdfast.events import read_events
-
-TINY = (
-    "model.blocks=2", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.context=16",
-    "train.micro_batches=2", "train.steps=4", "train.dtype=fp32",
-)  # fmt: skip
+from support.tiny_keys import TINY, words
 
 
 def test_all_views_show_one_percentage(tmp_path, holdfast, monkeypatch):
@@ -23,11 +19,10 @@ def test_all_views_show_one_percentage(tmp_path, holdfast, monkeypatch):
             panels.append(self)
 
     monkeypatch.setattr(train_job, "TrainingPanel", Panel)
-    monkeypatch.setattr(train_job, "SAMPLE_TOKENS", 1)
     run, text = tmp_path / "run", tmp_path / "text"
     text.write_text("".join(random.Random(0).choices(["def ", "self", "(", ")", ":\n"], k=2000)))
-    sets = (*TINY, f"run.dir={run}", f"data.text={text}")
-    assert holdfast("train", *(word for each in sets for word in ("--set", each))).code == 0
+    keys = TINY | {"train.steps": 4, "run.dir": run, "data.text": text}
+    assert holdfast("train", *words(keys)).code == 0
     events = list(read_events(run / "events.jsonl"))
     plan = next(event for event in events if event["event"] == "plan")
     seconds = sorted(event["seconds"] for event in events if event["event"] == "step")

@@ -7,13 +7,10 @@ from holdfast.cli.train.engine_build import make_optimizer
 from holdfast.cli.train.recipe import recipe_of
 from holdfast.config import from_values
 from holdfast.events import read_events
+from support.tiny_keys import TINY, words
 from training import stored
 
-TINY = {
-    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
-    "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 0, "train.steps": 2,
-    "train.dtype": "fp32", "train.rank": 4,
-}  # fmt: skip
+KEYS = TINY | {"train.warmup_steps": 0, "train.steps": 2, "train.rank": 4}
 
 F32, BF16, U8, I64 = torch.float32, torch.bfloat16, torch.uint8, torch.int64
 STEP = {"step": (F32, ())}
@@ -49,21 +46,13 @@ OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
 RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
-    monkeypatch.setattr("holdfast.cli.train.train_job.VALIDATION_SAMPLES", 2)
-
-
 @pytest.fixture
 def train(tmp_path, holdfast):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
 
     def call(**sets):
-        keys = TINY | {"run.dir": tmp_path / "run", "data.text": tmp_path / "text"}
-        keys |= {f"train.{name}": value for name, value in sets.items()}
-        words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-        return holdfast("train", *words)
+        keys = KEYS | {"run.dir": tmp_path / "run", "data.text": tmp_path / "text"}
+        return holdfast("train", *words(keys | {f"train.{name}": value for name, value in sets.items()}))
 
     return call
 
@@ -101,7 +90,7 @@ def test_each_optimizer_trains_and_goes_on(train, tmp_path, name):
 @pytest.mark.parametrize("name", SLOTS)
 def test_matrices_decay_and_norms_and_embeddings_do_not(tmp_path, name):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
-    config = from_values(TINY | {"data.text": str(tmp_path / "text"), "train.optimizer": name})
+    config = from_values(KEYS | {"data.text": str(tmp_path / "text"), "train.optimizer": name})
     recipe = recipe_of(config, print)
     groups = make_optimizer(recipe, config).param_groups
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
@@ -114,7 +103,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tmp_path, name):
 @pytest.mark.parametrize("name", [*OF_MATRICES, "adamw", "adamw-bf16", "adamw-8bit", "adamw-8bit-24"])
 def test_whatever_is_adamws_has_one_adamw(tmp_path, name):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
-    config = from_values(TINY | {"data.text": str(tmp_path / "text"), "train.optimizer": name})
+    config = from_values(KEYS | {"data.text": str(tmp_path / "text"), "train.optimizer": name})
     recipe = recipe_of(config, print)
     optimizer = make_optimizer(recipe, config)
     [of_head] = [g for g in optimizer.param_groups for p in g["params"] if p is recipe.model.head.weight]
@@ -123,7 +112,7 @@ def test_whatever_is_adamws_has_one_adamw(tmp_path, name):
 
 def test_muon_takes_the_learning_rates_of_adamw(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
-    config = from_values(TINY | {"data.text": str(tmp_path / "text"), "train.optimizer": "muon"})
+    config = from_values(KEYS | {"data.text": str(tmp_path / "text"), "train.optimizer": "muon"})
     optimizer = make_optimizer(recipe_of(config, print), config)
     assert [group.get("adjust_lr_fn") for group in optimizer.param_groups] == ["match_rms_adamw", None, None]
 

@@ -13,6 +13,7 @@ import holdfast as library
 from holdfast.profiles import load_machine, load_model, to_toml
 from holdfast.schedule.planner.plan_search import Case, best_at, search
 from holdfast.schedule.planner.training_setting import Method
+from support.tiny_keys import words
 
 GPT = ["--model", "gpt-65b", "--machine", "a100-80g"]
 
@@ -172,8 +173,7 @@ def test_the_settings_for_the_engine_are_toml_that_a_run_takes(holdfast, clippin
         "offload.activations_on_host",
     }
     assert {key: keys_of[key] for key in more} == more
-    sets = [word for key, value in keys_of.items() for word in ("--set", f"{key}={value}")]
-    assert holdfast("train", *sets, "--print-config").code == 0
+    assert holdfast("train", *words(keys_of), "--print-config").code == 0
 
 
 ADAPTERS = ["--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "4", "--lora", "8"]

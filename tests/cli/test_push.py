@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -81,30 +78,20 @@ def test_damage_is_told_and_is_exit_code_1(holdfast, run, bucket):
 
 
 @pytest.mark.slow
-def test_a_followed_run_is_copied_as_it_goes_on(run, bucket):
-    child = subprocess.Popen(
-        [sys.executable, "-m", "holdfast", "push", run, str(bucket), "--follow", "--json"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        assert child.stdout is not None
-        assert json.loads(child.stdout.readline())["durable_step"] == 5
-        loop, checkpointer = start(run)
-        with checkpointer:
-            checkpointer.resume()
-            go_on(loop, checkpointer, 8)
-        too_late = threading.Timer(60, child.kill)
-        too_late.start()
-        assert 8 in (json.loads(line)["durable_step"] for line in child.stdout)
-        too_late.cancel()
-        assert newest(bucket) == 8
-        child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=60) == 0
-    finally:
-        child.kill()
-        child.communicate()
+def test_a_followed_run_is_copied_as_it_goes_on(run, bucket, holdfast_process):
+    child = holdfast_process("push", run, str(bucket), "--follow", "--json")
+    assert json.loads(child.stdout.readline())["durable_step"] == 5
+    loop, checkpointer = start(run)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 8)
+    too_late = threading.Timer(60, child.kill)
+    too_late.start()
+    assert 8 in (json.loads(line)["durable_step"] for line in child.stdout)
+    too_late.cancel()
+    assert newest(bucket) == 8
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=60) == 0
 
 
 def test_a_run_is_followed_whatever_the_network_does(run, monkeypatch, capsys):

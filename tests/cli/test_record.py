@@ -1,5 +1,6 @@
 """A run goes on as what it was made as, and where its state is; other wishes are refused with the way out."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,12 +12,9 @@ from holdfast.cli.train.kept_config import write_record
 from holdfast.config import load_config
 from holdfast.events import read_events
 from holdfast.store.disk import Disk
+from support.tiny_keys import TINY
 
-TINY = {
-    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
-    "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.steps": 2,
-    "train.learning_rate": 1e-2, "train.dtype": "fp32",
-}  # fmt: skip
+KEYS = TINY | {"train.warmup_steps": 2, "train.steps": 2, "train.learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -30,23 +28,39 @@ def text(tmp_path_factory):
 def train(tmp_path, text, holdfast, monkeypatch):
     """``train("train.steps=3", dtype="bf16")``: sets on the command line, and keys of ``[train]`` in the file."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("holdfast.cli.train.train_job.VALIDATION_SAMPLES", 2)
 
-    def call(*sets, run="run", **in_file):
-        keys = TINY | {"run.dir": run, "data.text": str(text)}
+    def call(*sets, run="run", folder=tmp_path, **in_file):
+        keys = KEYS | {"run.dir": run, "data.text": str(text)}
         keys |= {f"train.{key}": value for key, value in in_file.items()}
         lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
-        (tmp_path / "run.toml").write_text("\n".join(lines))
-        return holdfast("train", "run.toml", *(word for text in sets for word in ("--set", text)))
+        (folder / "run.toml").write_text("\n".join(lines))
+        with contextlib.chdir(folder):
+            return holdfast("train", "run.toml", *(word for text in sets for word in ("--set", text)))
 
     return call
 
 
-@pytest.fixture
-def run(tmp_path, train):
-    """A run of two steps."""
-    assert train().code == 0
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of runs that are trained once, and copied for each test."""
+    return tmp_path_factory.mktemp("trained")
+
+
+def copy_of(kept, tmp_path, train, *sets):
+    """A run of two steps, with its absolute paths."""
+    if not kept.exists():
+        kept.mkdir()
+        assert train(*sets, folder=kept).code == 0
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    for record in tmp_path.glob("*/config.toml"):
+        record.write_text(record.read_text().replace(str(kept), str(tmp_path)))
     return tmp_path / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path, train):
+    """A run of two steps."""
+    return copy_of(trained / "whole", tmp_path, train)
 
 
 @pytest.mark.slow
@@ -240,10 +254,9 @@ def test_another_place_for_the_state_is_refused_instead_of_starting_anew(run, tr
 
 
 @pytest.fixture
-def apart(tmp_path, train):
+def apart(trained, tmp_path, train):
     """A run whose state lies in another directory."""
-    assert train("offload.ssd=state").code == 0
-    return tmp_path / "run"
+    return copy_of(trained / "apart", tmp_path, train, "offload.ssd=state")
 
 
 @pytest.mark.slow

@@ -19,12 +19,21 @@ from referenced_runs import folder_of, offloaded, referenced, train
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:.*fan_in_fan_out")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps, its folder, and a copy of it, as they are in ``here``: runs name the path of their folder."""
+    root = tmp_path_factory.mktemp("referenced")
+    train(folder_of(root / "here" / "folder"), root / "here" / "run", range(2))
+    shutil.copytree(root / "here" / "folder", root / "here" / "kept")
+    return (root / "here").rename(root / "trained")
+
+
 @pytest.fixture
-def run(tmp_path):
-    """Of two steps, with a copy of the folder beside it."""
-    train(folder_of(tmp_path / "folder"), tmp_path / "run", range(2))
-    shutil.copytree(tmp_path / "folder", tmp_path / "kept")
-    return tmp_path / "run"
+def run(trained):
+    here = trained.with_name("here")
+    shutil.copytree(trained, here)
+    yield here / "run"
+    shutil.rmtree(here)
 
 
 def content_of(folder):

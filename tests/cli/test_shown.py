@@ -50,17 +50,17 @@ def called(*arguments, **options):
 
 
 @pytest.mark.slow
-def test_names_are_shown_and_not_obeyed(tmp_path):
+def test_names_are_shown_and_not_obeyed(tmp_path, holdfast):
     """Of tensors and of a directory whose name is no UTF-8, to a pipe and in errors."""
     run = trained(tmp_path / os.fsdecode(b"run\x1b[31m-\xff"))
     done = called("show", run)
     assert done.returncode == 0 and SHOWN in done.stdout.decode()
     assert b"\x1b" not in done.stdout and b"\x07" not in done.stdout
-    assert rb"run\x1b[31m-\xff@0 is whole" in called("verify", run).stdout
+    assert r"run\x1b[31m-\xff@0 is whole" in holdfast("verify", run).out
     missing = called("ls", tmp_path / os.fsdecode(b"none\x1b[31m-\xff"))
     assert missing.returncode == 2 and rb"none\x1b[31m-\xff is not a directory" in missing.stderr
-    report = called("report", run)
-    assert report.returncode == 0 and rb"\xff/report.html" in report.stdout, report.stderr
+    report = holdfast("report", run)
+    assert report.code == 0 and r"\xff/report.html" in report.out, report.err
 
 
 def test_styles_of_a_terminal_stay(monkeypatch):
@@ -88,14 +88,14 @@ def test_a_closed_output_is_no_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch, holdfast):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     trained("~/run")
     assert (tmp_path / "run" / "commits").is_dir() and not (tmp_path / "~").exists()
-    assert called("ls", "~/run@0").returncode == 2  # which names a step
-    assert called("verify", "~/run@0").returncode == 0
-    assert called("report", "~/run", "--out=~/page.html").returncode == 0
+    assert holdfast("ls", "~/run@0").code == 2  # which names a step
+    assert holdfast("verify", "~/run@0").code == 0
+    assert holdfast("report", "~/run", "--out=~/page.html").code == 0
     assert (tmp_path / "page.html").exists()
     places = {"run.dir": "~/a", "offload.drives": ["~/b", "/c"], "offload.ssd": "~", "model.path": "~x~"}
     config = from_values(places)

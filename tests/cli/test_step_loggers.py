@@ -14,14 +14,7 @@ from holdfast.cli.train.step_loggers import StepLoggers, refuse_missing_loggers
 from holdfast.config import LogConfig
 from holdfast.errors import BadInput
 from holdfast.events import EventLog, read_events
-
-TINY = {
-    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
-    "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.dtype": "fp32",
-    "offload.host_budget": "8GiB", "io.direct": "false",
-    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
-    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
-}  # fmt: skip
+from support.tiny_keys import IN_MEMORY, TINY, words
 
 
 def step(number, loss, **fields):
@@ -121,7 +114,7 @@ def test_a_logger_that_cannot_begin_does_not_end_training(tmp_path, holdfast):
     pytest.importorskip("tensorboard")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("in the way")
-    result = train(holdfast, tmp_path / "run", 1, "log.tensorboard=true")
+    result = holdfast(*arguments(tmp_path / "run", 1, tensorboard="true"))
     assert result.code == 0 and "no more is logged to TensorBoard" in result.err
 
 
@@ -135,16 +128,15 @@ def test_a_library_that_is_not_there_is_one_line(monkeypatch, how, library):
     refuse_missing_loggers(LogConfig())
 
 
-def words(run, steps, *sets):
-    keys = TINY | {"run.dir": run, "train.steps": steps}
-    every = [*(f"{key}={value}" for key, value in keys.items()), *sets]
-    return [word for each in every for word in ("--set", each)]
-
-
-def train(holdfast, run, steps, *sets):
+def arguments(run, steps, **log):
+    """The command line of a run of ``steps``, and its text."""
     text = run.parent / "text"
     text.write_bytes(bytes(range(256)) * 8)
-    return holdfast("train", *words(run, steps, f"data.text={text}", *sets))
+    logs = {f"log.{key}": value for key, value in log.items()}
+    return [
+        "train",
+        *words(TINY | IN_MEMORY | {"run.dir": run, "data.text": text, "train.steps": steps} | logs),
+    ]
 
 
 def history(run):
@@ -188,10 +180,9 @@ def test_weights_and_biases_is_written_offline_and_has_each_step_once(
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         for name in ("WANDB_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, address)
-        run, text = tmp_path / "run", tmp_path / "text"
-        text.write_bytes(bytes(range(256)) * 8)
+        run = tmp_path / "run"
         for steps in (2, 4):
-            process = holdfast_process("train", *words(run, steps, f"data.text={text}", "log.wandb=mine"))
+            process = holdfast_process(*arguments(run, steps, wandb="mine"))
             _, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
         assert not called.is_set()

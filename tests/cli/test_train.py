@@ -21,17 +21,11 @@ from holdfast.cli.train.train_job import Job
 from holdfast.config import load_config
 from holdfast.events import read_events
 from holdfast.monitor.training_panel import TrainingPanel
+from support.tiny_keys import TINY, words
 
-TINY = {
-    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
-    "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.steps": 4,
-    "train.learning_rate": 1e-2, "model.dropout": 0.1, "train.dtype": "fp32",
+KEYS = TINY | {
+    "train.warmup_steps": 2, "train.steps": 4, "train.learning_rate": 1e-2, "model.dropout": 0.1,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 20)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +42,8 @@ def arguments(text):
     """The command line of a tiny run in a directory, with other keys over it."""
 
     def of(run, **sets):
-        keys = TINY | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
-        return ["train", *(word for key, value in keys.items() for word in ("--set", f"{key}={value}"))]
+        keys = KEYS | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
+        return ["train", *words(keys)]
 
     return of
 

@@ -1,5 +1,6 @@
 """Verbs on states of others work, and so begin, without torch: importing it takes longer than most of them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,43 +11,52 @@ import pytest
 from formats.deepspeed_files import random_state, write
 
 SOURCE = Path(__file__).parents[2] / "src"
-CODE = "import sys; sys.modules['torch'] = None; from holdfast.cli.main import main; main()"
+CODE = """
+import contextlib, io, json, sys
+sys.modules["torch"] = None
+from holdfast.cli.main import main
+said = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, out = ["holdfast", *words], io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            main()
+        except SystemExit as ended:
+            assert not ended.code, words
+    said.append(out.getvalue())
+print(json.dumps(said))
+"""
 GROUPS = [{"a.weight": (5, 3), "a.bias": (5,)}, {"b.weight": (7,)}]
 
 
-def holdfast(*arguments):
-    """The verb in a process that cannot import torch: what it printed."""
+def holdfast(*verbs):
+    """What each verb prints, in a process that cannot import torch."""
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *map(str, arguments)],
+        [sys.executable, "-c", CODE, json.dumps(verbs, default=str)],
         env=os.environ | {"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module", params=[1, 3])
-def saved(request, tmp_path_factory):
-    """A folder of ZeRO, and the same state as each other format that needs no torch, as the verb wrote it."""
-    root = tmp_path_factory.mktemp(f"stage{request.param}")
-    write(root / "ds", random_state(GROUPS), request.param, 2)
-    holdfast("convert", root / "ds", root / "run", "--to", "holdfast")
-    holdfast("convert", root / "ds", root / "one.safetensors", "--to", "safetensors")
-    holdfast("convert", root / "run", root / "universal", "--to", "deepspeed", "--stage", request.param)
-    (root / "same.toml").write_text("version = 1\n[[rule]]\nmatch = '(.*)'\n")
-    to_folder = ["--to", "huggingface", "--rules", root / "same.toml"]
-    holdfast("convert", root / "universal", root / "folder", *to_folder)
-    return root
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("name", ["ds", "run", "one.safetensors", "universal", "folder"])
-def test_show_and_verify(saved, name):
-    assert "a.weight" in holdfast("show", saved / name)
-    holdfast("verify", saved / name)
-
-
-@pytest.mark.campaign(keep=3)
-@pytest.mark.parametrize("name", ["run", "one.safetensors", "universal"])
-def test_what_was_written_is_what_was_read(saved, name):
-    assert holdfast("diff", saved / "ds", saved / name).splitlines()[2].startswith("equal: ")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_of_others_are_converted_shown_verified_and_compared(tmp_path, stage):
+    """A folder of ZeRO, and the same state as each other format that needs no torch, as the verb writes it."""
+    zero, run, one, universal, folder = (
+        tmp_path / name for name in ("ds", "run", "one.safetensors", "universal", "folder")
+    )
+    write(zero, random_state(GROUPS), stage, 2)
+    (tmp_path / "same.toml").write_text("version = 1\n[[rule]]\nmatch = '(.*)'\n")
+    every = [zero, run, one, universal, folder]
+    said = holdfast(
+        ["convert", zero, run, "--to", "holdfast"],
+        ["convert", zero, one, "--to", "safetensors"],
+        ["convert", run, universal, "--to", "deepspeed", "--stage", str(stage)],
+        ["convert", universal, folder, "--to", "huggingface", "--rules", tmp_path / "same.toml"],
+        *(["show", each] for each in every),
+        *(["verify", each] for each in every),
+        *(["diff", zero, each] for each in (run, one, universal)),
+    )
+    assert all("a.weight" in text for text in said[4:9])
+    assert all(text.splitlines()[2].startswith("equal: ") for text in said[-3:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from crash_run import STEPS, Reference, write_text
@@ -44,3 +46,20 @@ def reference(server, text, tmp_path_factory):
     reference = Reference(LocalStore.read(root), outcome.losses, outcome.seconds)
     assert sorted(reference.steps) == list(range(STEPS + 1))
     return reference
+
+
+@pytest.fixture(scope="session")
+def undisturbed_loop(server, tmp_path_factory):
+    """What a run of ``survive_run`` with some options says at its end, made once for each."""
+    made = {}
+
+    def of(**options):
+        key = repr(sorted(options.items()))
+        if key not in made:
+            root = tmp_path_factory.mktemp("undisturbed")
+            made[key] = server.run(survive=True, root=root, **{"base_every": 1000, **options})
+            assert made[key].finished, made[key].error
+            shutil.rmtree(root)
+        return made[key]
+
+    return of

@@ -16,14 +16,14 @@ SCRIPTS = {
 STEPS = [lambda last: {2, last // 3, last - 1}, lambda last: {last // 3 + 1}, lambda last: {last}]
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign
 @pytest.mark.crash
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script, habit", some_of(4, [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of])
 )
 def test_killed_again_and_again_they_end_the_same(tmp_path, script, habit):
-    """Every third of them at other steps than tests/integrations kills, the others at one of those."""
+    """Every third of them at other steps than tests/integrations kills in CI, the others at one of those."""
     library, habits = SCRIPTS[script]
     pytest.importorskip(library)
     steps = STEPS[list(habits).index(habit) % 3]

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from combined import some_of
+from combined import CAMPAIGN
 from convert_run import WRITERS
 from formats.deepspeed_files import random_state, write
 from formats.test_deepspeed import bits
@@ -32,7 +32,7 @@ def found(path):
 
 @pytest.mark.campaign(keep=3)
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", some_of(3, range(3)))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_conversion_that_is_killed_can_be_done_again(server, source, tmp_path, kind, seed):
     """Twice in turn, each time, in the same folder."""
@@ -53,6 +53,6 @@ def test_a_conversion_that_is_killed_can_be_done_again(server, source, tmp_path,
             killed += outcome.killed
             cut += left is None and out.exists() and any(out.iterdir())
         shutil.rmtree(out)
-        if cut >= 10:
+        if cut >= (10 if CAMPAIGN else 4):
             return
     raise AssertionError(f"{killed} kills left {cut} parts of a conversion")

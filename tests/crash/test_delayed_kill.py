@@ -8,11 +8,13 @@ as one that nobody disturbed and that delayed nothing.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
-from combined import CAMPAIGN, one_in
-from crash_run import ON_SSD, STEPS, Reference, end, kill_often
+from combined import CAMPAIGN
+from crash_run import ON_SSD, STEPS, Reference, kill_and_end
+from fork_server import at_each, at_random
 from holdfast import failpoints
 from holdfast.store.run_store import LocalStore
 
@@ -37,45 +39,22 @@ def undelayed(server, text, tmp_path_factory):
     return Reference(LocalStore.read(root), outcome.losses, outcome.seconds)
 
 
-def kill_at_random(server, undelayed, text, folder, rng, kills):
-    def orders(number):
-        order = {"root": folder / f"run{number}", "text": text, **UNCLIPPED}
-        return order | rng.choice(WAYS) | SLOW, order | rng.choice([{}, *WAYS])
-
-    kill_often(server, undelayed, orders, rng, kills, 3 * undelayed.seconds)
-
-
-@pytest.mark.slow
-def test_killed_at_a_few_random_moments_and_resumed_under_another_fraction(server, undelayed, text, tmp_path):
-    kill_at_random(server, undelayed, text, tmp_path, random.Random(1), 4)
+def any_way(chance, text, _):
+    """How a process is made: some delay nothing, and fast."""
+    return {"text": text, **UNCLIPPED, **chance.choice([{}, *(way | SLOW for way in WAYS)])}
 
 
 @pytest.mark.campaign
 @pytest.mark.crash
-def test_killed_at_many_random_moments(server, undelayed, text, tmp_path):
-    kill_at_random(server, undelayed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
+def test_killed_at_random_moments_and_resumed_under_another_fraction(server, undelayed, text, tmp_path):
+    chance = random.Random(1)
+    kills = [at_random(chance, 3 * undelayed.seconds)] * 50
+    kill_and_end(server, undelayed, tmp_path, kills, partial(any_way, chance, text))
 
 
-FEW = [("after_data_sync", 8), ("before_data_sync", 12), ("after_manifest_rename", 3)]
-
-
-def kill_at_failpoint(server, undelayed, text, folder, failpoint, arrival, way):
-    order = {"root": folder / "run", "text": text, **UNCLIPPED}
-    outcome = server.run(**order, **way, **SLOW, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
-    assert outcome.killed, "the failpoint was never reached"
-    end(server, undelayed, order, outcome.durable)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failpoint, arrival", FEW)
-def test_killed_at_a_failpoint(server, undelayed, text, tmp_path, failpoint, arrival):
-    kill_at_failpoint(server, undelayed, text, tmp_path, failpoint, arrival, {"delayed_fraction": 0.5})
-
-
-@pytest.mark.campaign(keep=6)
 @pytest.mark.crash
-@pytest.mark.parametrize(
-    "way, failpoint", one_in(4, WAYS, [n for n in failpoints.NAMES if n != "after_timeline_opened"]), ids=str
-)
-def test_killed_at_every_failpoint(server, undelayed, text, tmp_path, failpoint, way):
-    kill_at_failpoint(server, undelayed, text, tmp_path, failpoint, 2, way)
+@pytest.mark.parametrize("seed", range(10 if CAMPAIGN else 1))
+def test_killed_at_every_failpoint_in_turn(server, undelayed, text, tmp_path, seed):
+    """Each process delays another fraction."""
+    order_of = partial(any_way, random.Random(seed), text)
+    kill_and_end(server, undelayed, tmp_path, at_each(failpoints.NAMES, seed), order_of)

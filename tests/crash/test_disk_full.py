@@ -77,23 +77,21 @@ def fill_and_resume(server, reference, order, mount, at, directory, **way):
     assert reference.check_run(order["root"])[0] == STEPS
 
 
-@pytest.mark.slow
-def test_full_in_the_middle_of_a_step(server, reference, order, mount):
-    fill_and_resume(server, reference, order, mount, 4, "commits")
-
-
+@pytest.mark.campaign(cover=True)
 @pytest.mark.crash
-@pytest.mark.parametrize("way", [ON_SSD, {"retain": 1}, {"commit_every": 2}], ids=str)
-def test_full_however_the_run_is_made(server, reference, order, mount, way):
+@pytest.mark.parametrize("way", [{}, ON_SSD, {"retain": 1}, {"commit_every": 2}], ids=str)
+def test_full_in_the_middle_of_a_step(server, reference, order, mount, way):
     fill_and_resume(server, reference, order, mount, 4, "commits", **way)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.slow
 def test_full_in_the_first_step_where_block_inputs_are_spilled(server, reference, order, mount):
     """Their room is taken when their size is known."""
     fill_and_resume(server, reference, order, mount, 0, "scratch", **ON_SSD)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.slow
 def test_keeping_fewer_steps_makes_room(server, reference, order, mount):
     """As the error says."""

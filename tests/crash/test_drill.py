@@ -96,7 +96,9 @@ def test_forked_script_without_a_fault_is_equal_after_kills(starts, tmp_path):
 @pytest.mark.crash
 @pytest.mark.timeout(300)
 def test_ranks_of_torchrun_are_killed_and_resumed(tmp_path):
-    code, verdict, said = drill(tmp_path, *TORCHRUN, DRILLED / "torch_ranks.py", options=["--kills", "1"])
+    code, verdict, said = drill(
+        tmp_path, *TORCHRUN, DRILLED / "torch_ranks.py", options=["--kills", "1", "--until", "8"]
+    )
     assert (code, verdict["equal"]) == (0, True), said
     assert verdict["kills"][0]["resumed_after"] > 0 and os.listdir(tmp_path) == []
 

@@ -23,6 +23,7 @@ def process(name, run, failpoint=""):
     )
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Gemma3nForCausalLM"])
 def test_killed_family_goes_on_bit_equal(tmp_path, name):
     whole = process(name, tmp_path / "whole")

@@ -11,12 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from combined import some_of
-from crash_run import ON_SSD, STEPS
+from crash_run import ON_SSD, STEPS, kill_and_end
+from fork_server import at_each
 from holdfast import failpoints
 from powercut import power_cut_disk
 from support.warm_python import ONE_THREAD
@@ -31,73 +32,44 @@ def disk(request, tmp_path_factory):
 
 
 @pytest.fixture
-def root(disk):
-    """A run directory on the disk; the one of the test before is gone."""
+def folder(disk):
+    """A directory on the disk; those of the test before are gone."""
     for old in disk.folder.iterdir():
         shutil.rmtree(old)
-    return disk.folder / "run"
+    return disk.folder
 
 
-def resume(server, reference, order, disk, outcome):
-    """Boot, see that nothing acknowledged is lost, and let the run end."""
-    assert outcome.killed, outcome
-    disk.reboot()
-    steps = reference.check_run(order["root"])
-    assert max(steps, default=-1) >= outcome.durable
-    outcome = server.run(**order, steps=STEPS)
-    assert outcome.finished and not outcome.warnings, outcome
-    assert outcome.losses == reference.losses[outcome.resumed :]
-    assert reference.check_run(order["root"])[0] == STEPS
+class Cutting:
+    """Starts processes that may end in a power cut, after which the machine boots."""
 
+    def __init__(self, server, disk):
+        self.server, self.disk = server, disk
 
-@pytest.mark.slow
-def test_power_cut_right_after_an_acknowledgement(server, reference, text, disk, root):
-    order = {"root": root, "text": text}
-    outcome = server.run(**order, steps=STEPS, cut=disk.mount, at=1)
-    assert outcome.durable == 1
-    resume(server, reference, order, disk, outcome)
+    def run(self, **order):
+        outcome = self.server.run(cut=self.disk.mount, **order)
+        if outcome.killed:
+            self.disk.reboot()
+        return outcome
 
 
 @pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("way", [{}, {"retain": 1, "commit_every": 3, **ON_SSD}], ids=["mixed", "SSD"])
-def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference, text, disk, root, way):
+def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference, text, disk, folder, way):
     """Every process ends in a power cut, the first of them before it has taken a step."""
-    order, newest = {"root": root, "text": text, **way}, -1
-    while newest < STEPS:
-        target = 0 if newest < 0 else min(newest + way.get("commit_every", 1), STEPS)
-        outcome = server.run(**order, steps=STEPS, cut=disk.mount, at=target)
-        assert outcome.killed and outcome.durable == target
-        assert newest < 0 or outcome.resumed == newest
-        disk.reboot()
-        newest = reference.check_run(root)[0]
-        assert newest == target
+    steps = range(0, STEPS, way.get("commit_every", 1))
+    kills = [partial(dict, at=step) for step in (*steps, STEPS)]
+    kill_and_end(Cutting(server, disk), reference, folder, kills, lambda _: {"text": text, **way})
 
 
-ARRIVALS = [(name, 1) for name in failpoints.NAMES] + [
-    (name, 3) for name in failpoints.NAMES if name != "after_timeline_opened"
-] + [("before_data_sync", 13), ("after_data_sync", 18)]  # fmt: skip
-
-
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
-@pytest.mark.parametrize("disk", ["ext4", pytest.param("xfs", marks=pytest.mark.campaign)], indirect=True)
-@pytest.mark.parametrize("failpoint, arrival", some_of(3, ARRIVALS))
-def test_power_cut_at_every_failpoint(server, reference, text, disk, root, failpoint, arrival):
-    order = {"root": root, "text": text}
-    outcome = server.run(**order, steps=STEPS, cut=disk.mount, failpoint=f"{failpoint}:{arrival}")
-    resume(server, reference, order, disk, outcome)
-
-
-@pytest.mark.crash
-def test_power_cut_at_each_failpoint_in_turn_of_one_run(server, reference, text, disk, root):
+@pytest.mark.parametrize("seed", range(4))
+def test_power_cut_at_every_failpoint_in_turn(server, reference, text, disk, folder, seed):
     """Each process resumes from what the power cut of the one before has left."""
-    order, newest = {"root": root, "text": text}, -1
-    for failpoint in failpoints.NAMES:
-        outcome = server.run(**order, steps=STEPS, cut=disk.mount, failpoint=failpoint)
-        assert outcome.killed and (outcome.resumed is None or outcome.resumed >= newest)
-        newest = max(newest, outcome.durable)
-        disk.reboot()
-        assert max(reference.check_run(root), default=-1) >= newest
+    kill_and_end(
+        Cutting(server, disk), reference, folder, at_each(failpoints.NAMES, seed), lambda _: {"text": text}
+    )
 
 
 @pytest.mark.slow

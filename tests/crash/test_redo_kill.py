@@ -8,11 +8,13 @@ nothing.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
-from combined import CAMPAIGN, one_in
-from crash_run import ON_SSD, STEPS, end, kill_often
+from combined import CAMPAIGN
+from crash_run import ON_SSD, kill_and_end
+from fork_server import at_each, at_random
 from holdfast import failpoints
 
 WAYS = [
@@ -26,38 +28,25 @@ SLOW = {"write_limit": 3 << 20}
 """What is written of a step takes longer than the next step's forward pass."""
 
 
-def kill_at_random(server, reference, text, folder, rng, kills):
-    def orders(number):
-        order = {"root": folder / f"run{number}", "text": text, "clipping": "speculate"}
-        return order | rng.choice(WAYS) | SLOW, order | rng.choice([{"clipping": "defer"}, *WAYS])
-
-    kill_often(server, reference, orders, rng, kills, 3 * reference.seconds)
-
-
-@pytest.mark.slow
-def test_killed_at_a_few_random_moments_and_resumed_with_and_without_guesses(
-    server, reference, text, tmp_path
-):
-    kill_at_random(server, reference, text, tmp_path, random.Random(1), 3)
+def any_way(chance, text, _):
+    """How a process is made: some do not guess."""
+    ways = [{"clipping": "defer"}, *({"clipping": "speculate", **way, **SLOW} for way in WAYS)]
+    return {"text": text, **chance.choice(ways)}
 
 
 @pytest.mark.campaign
 @pytest.mark.crash
-def test_killed_at_many_random_moments(server, reference, text, tmp_path):
-    kill_at_random(server, reference, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
+def test_killed_at_random_moments_and_resumed_with_and_without_guesses(server, reference, text, tmp_path):
+    chance = random.Random(1)
+    kills = [at_random(chance, 3 * reference.seconds)] * 50
+    kill_and_end(server, reference, tmp_path, kills, partial(any_way, chance, text))
 
 
-def kill_at_failpoint(server, reference, text, folder, failpoint, arrival, way):
-    order = {"root": folder / "run", "text": text, "clipping": "speculate"}
-    outcome = server.run(**order, **way, **SLOW, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
-    assert outcome.killed, "the failpoint was never reached"
-    end(server, reference, order, outcome.durable)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failpoint", failpoints.REDO)
-def test_killed_while_a_block_is_updated_again(server, reference, text, tmp_path, failpoint):
-    kill_at_failpoint(server, reference, text, tmp_path, failpoint, 6, {"retain": 1})
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(10 if CAMPAIGN else 1))
+def test_killed_at_every_failpoint_in_turn(server, reference, text, tmp_path, seed):
+    kills = at_each([*failpoints.REDO, *failpoints.NAMES], seed)
+    kill_and_end(server, reference, tmp_path, kills, partial(any_way, random.Random(seed), text))
 
 
 @pytest.mark.slow
@@ -70,19 +59,3 @@ def test_killed_where_every_block_is_updated_again_at_each_commit(server, refere
         **(order | {"root": tmp_path / "other"}), failpoint=f"before_data_sync:{5 + 9 * 5 + 1}"
     )
     assert outcome.finished, outcome
-
-
-@pytest.mark.campaign(keep=7)
-@pytest.mark.crash
-@pytest.mark.parametrize(
-    "failpoint, way, arrival",
-    one_in(
-        12,
-        [*failpoints.REDO, *(n for n in failpoints.NAMES if n != "after_timeline_opened")],
-        WAYS,
-        [1, 3, 4, 8],
-    ),
-    ids=str,
-)
-def test_killed_at_every_failpoint(server, reference, text, tmp_path, failpoint, way, arrival):
-    kill_at_failpoint(server, reference, text, tmp_path, failpoint, arrival, way)

@@ -8,16 +8,17 @@ import random
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from combined import some_of
+from fork_server import at_random
 from holdfast import failpoints
 from holdfast.checkpoint.replica import retained_state, shared_memory
 from holdfast.checkpoint.replica.channel import Channel
 from holdfast.events import read_events
-from survive_run import kill_in_turn
+from survive_run import kill_and_end
 
 STEPS = 40
 TRAINERS = ["after_gradient_copied", "before_step_handed", "after_step_handed", "after_state_handed"]
@@ -25,10 +26,8 @@ REPLICAS = [name for name in failpoints.REPLICA if name not in TRAINERS]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server, tmp_path_factory):
-    outcome = server.run(survive=True, root=tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
-    assert outcome.finished, outcome.error
-    return outcome
+def undisturbed(undisturbed_loop):
+    return undisturbed_loop(steps=STEPS)
 
 
 @pytest.fixture(autouse=True)
@@ -58,23 +57,17 @@ def resumed_from_memory(root):
 
 @pytest.mark.campaign(keep=1)
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", some_of(7, range(20)))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_trainer_is_killed_at_random_moments(server, undisturbed, tmp_path, seed):
-    """Five times in turn: every step that was handed over is there, from memory."""
-    chance, options = random.Random(seed), {"base_every": 3 + 5 * seed}
-    root, acknowledged = kill_in_turn(
-        lambda root, **kill: run(server, root, **options, **kill),
-        tmp_path,
-        5,
-        lambda: chance.uniform(0.0, 1.0),
-        undisturbed.digest,
-    )
-    go_on_to_the_end(server, undisturbed, root, acknowledged, **options)
+    """In turn: every step that was handed over is there, from memory."""
+    kills = [at_random(random.Random(seed), 1.0)] * 4
+    kill_and_end(partial(run, server, base_every=3 + 5 * seed), undisturbed, tmp_path, kills)
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.crash
 @pytest.mark.parametrize("failpoint", TRAINERS)
-@pytest.mark.parametrize("arrival", [1, 2, 30])
+@pytest.mark.parametrize("arrival", [1, 30])
 def test_the_trainer_is_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival):
     outcome = run(server, tmp_path, base_every=1000, failpoint=f"{failpoint}:{arrival}")
     assert outcome.killed or (failpoint == "after_state_handed" and arrival > 1), outcome
@@ -84,19 +77,24 @@ def test_the_trainer_is_killed_at_a_failpoint(server, undisturbed, tmp_path, fai
         wait_for_end(outcome.replica, seconds=5)  # it was told that it may
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
-@pytest.mark.parametrize(
-    "failpoint, arrival",
-    [
-        *((name, 1) for name in (*failpoints.NAMES, *REPLICAS)),
-        *some_of(9, [(name, later) for name in (*failpoints.NAMES, *REPLICAS) for later in (2, 4)]),
-    ],
-)
-def test_whoever_arrives_at_a_failpoint_is_killed(server, undisturbed, tmp_path, failpoint, arrival):
-    """Trainer or replica, whichever comes there first. A replica that dies is told of, and what it held is not used."""
-    outcome = run(server, tmp_path, base_every=3, failpoint=f"{failpoint}:{arrival}")
-    assert outcome.killed or outcome.finished or "ReplicaDied" in outcome.error, outcome
-    go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=3)
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_arrives_at_a_failpoint_is_killed(server, undisturbed, tmp_path, seed):
+    """Trainer or replica, whichever comes there first, in turn. What a replica that dies has held is not used."""
+    root, durable, chance = tmp_path / "0", -1, random.Random(seed)
+    names = [*failpoints.NAMES, *REPLICAS]
+    for number, name in enumerate(chance.sample(names, len(names)) if seed else names, 1):
+        outcome = run(
+            server, root, base_every=3, failpoint=f"{name}:{1 if not seed else chance.choice([1, 2, 4])}"
+        )
+        assert outcome.killed or outcome.finished or "ReplicaDied" in outcome.error, outcome
+        assert outcome.resumed is None or outcome.resumed >= durable, (name, outcome)
+        durable = max(durable, outcome.durable_step)
+        if outcome.finished:
+            assert outcome.digest == undisturbed.digest
+            root, durable = tmp_path / str(number), -1
+    go_on_to_the_end(server, undisturbed, root, durable, base_every=3)
 
 
 @pytest.mark.crash
@@ -281,7 +279,7 @@ def test_what_was_taken_by_one_that_never_began_stays_where_the_disk_has_no_room
 
 @pytest.mark.crash
 def test_who_resumes_an_earlier_step_leaves_what_was_kept_on_the_disk(server, undisturbed, tmp_path):
-    outcome = run(server, tmp_path, base_every=7, dies_at=25, slow_when_kept=16_000)
+    outcome = run(server, tmp_path, base_every=7, dies_at=25, slow_when_kept=160_000)
     assert outcome.killed and outcome.durable == 25, outcome
     wait_for_event(tmp_path, "kept", 25)
     earlier = run(server, tmp_path, base_every=1000, keep_last=9, before=20, dies_at=22)

@@ -18,7 +18,7 @@ from support.warm_python import LAUNCHED, run_python, start_python
 
 from .test_drill import DRILLED, ENVIRONMENT, TORCHRUN
 
-STEPS = 40
+STEPS = 24
 
 
 def train(run, *command, **environment):
@@ -102,11 +102,17 @@ def test_killed_trainer_is_taken_over_with_the_same_bits(tmp_path):
 @pytest.mark.crash
 @pytest.mark.timeout(300)
 def test_ranks_of_torchrun_are_taken_over(tmp_path):
-    train(tmp_path / "whole", *TORCHRUN, DRILLED / "torch_ranks.py")
+    train(tmp_path / "whole", *TORCHRUN, DRILLED / "torch_ranks.py", STEPS=str(STEPS))
     script = (*TORCHRUN, DRILLED / "torch_ranks.py")
     ready = str(tmp_path / "ready")
     standby = Standby(
-        tmp_path / "run", tmp_path / "out", *script, PAUSE="0.1", UNTIL=ready, BASE_EVERY="100"
+        tmp_path / "run",
+        tmp_path / "out",
+        *script,
+        STEPS=str(STEPS),
+        PAUSE="0.1",
+        UNTIL=ready,
+        BASE_EVERY="100",
     )  # a newer base would be taken instead of what was followed
     trainer = standby.at_work(ready)
     os.kill(trainer, signal.SIGKILL)

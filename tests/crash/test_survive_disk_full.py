@@ -31,7 +31,7 @@ def mount(request, tmp_path_factory):
     yield from small_disk(request.param, tmp_path_factory.mktemp("full"))
 
 
-@pytest.mark.campaign(keep=10)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("base_every", [3, 1000])
 @pytest.mark.parametrize("step", [0, 5, 17])
 def test_a_disk_that_runs_full_is_named_and_the_run_goes_on_with_room(

@@ -10,8 +10,9 @@ import random
 
 import pytest
 
-from combined import CAMPAIGN, one_in
-from crash_run import MIXED, ON_SSD, STEPS, Reference, end, kill_often
+from combined import CAMPAIGN
+from crash_run import MIXED, ON_SSD, STEPS, Reference, end, kill_and_end
+from fork_server import at_each, at_random
 from holdfast import failpoints
 from holdfast.store.run_store import LocalStore
 
@@ -33,41 +34,29 @@ def undisturbed(server, text, tmp_path_factory):
     return Reference(LocalStore.read(root), outcome.losses, outcome.seconds)
 
 
-def kill_at_random(server, undisturbed, text, folder, rng, kills):
-    def orders(number):
-        order = {"root": folder / f"run{number}", "text": text, **MEZO}
-        return order | rng.choice(WAYS), order | rng.choice(WAYS)
-
-    kill_often(server, undisturbed, orders, rng, kills, undisturbed.seconds)
+def kill(server, undisturbed, text, folder, kills, chance):
+    kill_and_end(server, undisturbed, folder, kills, lambda _: {"text": text, **MEZO, **chance.choice(WAYS)})
 
 
 @pytest.mark.slow
-def test_killed_at_a_few_random_moments(server, undisturbed, text, tmp_path):
-    kill_at_random(server, undisturbed, text, tmp_path, random.Random(1), 3)
+def test_killed_at_random_moments(server, undisturbed, text, tmp_path):
+    chance = random.Random(1)
+    kills = [at_random(chance, undisturbed.seconds)] * (50 if CAMPAIGN else 3)
+    kill(server, undisturbed, text, tmp_path, kills, chance)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
-def test_killed_at_many_random_moments(server, undisturbed, text, tmp_path):
-    kill_at_random(server, undisturbed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_every_failpoint_in_turn(server, undisturbed, text, tmp_path, seed):
+    kill(server, undisturbed, text, tmp_path, at_each(failpoints.NAMES, seed), random.Random(seed))
 
 
-@pytest.mark.campaign(keep=7)
 @pytest.mark.crash
-@pytest.mark.parametrize(
-    "way, place",
-    one_in(
-        5,
-        WAYS,
-        [(name, 2) for name in failpoints.NAMES[:-1]] + [(name, STEPS + 2) for name in failpoints.NAMES[2:6]],
-    ),
-    ids=str,
-)
-def test_killed_at_every_failpoint_of_a_step_and_of_the_last_commit(
-    server, undisturbed, text, tmp_path, way, place
-):
+def test_killed_at_every_failpoint_of_the_last_commit(server, undisturbed, text, tmp_path):
     """After the manifests of the beginning and of all steps comes that of the last step once more, with whole files."""
-    order = {"root": tmp_path / "run", "text": text, **MEZO}
-    outcome = server.run(**order, **way, steps=STEPS, failpoint="{}:{}".format(*place))
-    assert outcome.killed or way.get("commit_every") == 3, "the failpoint was never reached"
-    end(server, undisturbed, order, outcome.durable)
+    for name in failpoints.NAMES[2:6]:
+        order = {"root": tmp_path / name, "text": text, **MEZO}
+        outcome = server.run(**order, steps=STEPS, failpoint=f"{name}:{STEPS + 2}")
+        assert outcome.killed, name
+        end(server, undisturbed, order, outcome.durable)

@@ -233,11 +233,12 @@ def train(
     fails_after: int | None = None,
     told: Sequence[int] | None = None,
     rank_files: str | None = None,
+    beyond: int = 0,
     **options: Any,
 ) -> None:
-    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses, and digests of steps to be
-    ``told``, else of all. After the step ``fails_after`` the script fails. ``rename`` is for the names in ``source``.
-    At the end each rank saves what it holds in the folder ``rank_files``."""
+    """Train to ``steps``, with a checkpointer in ``root`` if there is one, and then without to ``beyond``. Says losses,
+    and digests of steps to be ``told``, else of all. After the step ``fails_after`` the script fails. ``rename`` is for
+    the names in ``source``. At the end each rank saves what it holds in the folder ``rank_files``."""
     if topology == "engine":
         assert root is not None
         return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source, told=told)
@@ -271,6 +272,10 @@ def train(
             done = checkpointer.resume(source=start)
             say(resumed=done)
             go_on(done, checkpointer.step)
+    for number in range(steps, beyond):
+        losses.append(training.step(number))
+        optimizer.step()
+        optimizer.zero_grad()
     if rank_files is not None:
         save_live(Path(rank_files), model, optimizer, rank, world_size, ACCELERATE)
         save_by_dcp(f"{rank_files}-dcp", model, optimizer)

@@ -139,13 +139,12 @@ def by_accelerate(
     samples: int = SAMPLES,
     passes: int = PASSES,
     registers: bool = True,
-    version: int = 2,
     save_at: int | None = None,
     load: bool = False,
     stop_at: int | None = None,
 ) -> None:
     """``batch`` is what the script gives its loader: of one rank, or with ``split`` of all."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version) if kind == "fsdp" else None
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp" else None
     accelerator = Accelerator(
         cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulate,
         dataloader_config=DataLoaderConfiguration(

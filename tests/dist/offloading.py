@@ -97,7 +97,6 @@ def main(
     dropout: float = 0.0,
     settle: bool = False,
     other_values: bool = False,
-    nan_at: Sequence[int] = (),
     kill: Sequence[int] = (),
     hang: Sequence[int] = (),
     kill_after: Sequence[float] = (),
@@ -121,7 +120,7 @@ def main(
     little: Sequence[int] = (),
     options: dict[str, Any] | None = None,
 ) -> None:
-    """``kill``, ``hang``, ``nan_at``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
+    """``kill``, ``hang``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
     before the step), ``faster_at`` (another learning rate) and ``edit_at`` (a parameter) are a rank and a step,
     ``kill_after`` a rank and seconds; ``wrong`` are options by rank, and ``sources`` what each begins from; with
     ``counted`` it says what of that it read. A commit takes ``slow_seconds`` to be verified. With ``sampled`` memory is
@@ -172,27 +171,26 @@ def main(
         say(resumed=engine.resumed_from, planned=planned, **looked)
         if failpoint and failpoint[0] == rank:
             failpoints.armed = failpoint[1]
+        refusals: list[str] = []
         for step in range(engine.steps_done, steps):
             if [rank, step] == [*kill]:
                 os.kill(os.getpid(), signal.SIGKILL)
             if [rank, step] == [*hang]:
-                time.sleep(12)
+                time.sleep(7)
             if [rank, step] == [*leave_at]:
                 raise ValueError("an error of the script")
             if refuse_at and step == refuse_at[1]:
-                say(
-                    refused=refused(engine, batches(step, 1)[0] if rank == refuse_at[0] else batches(step, 1))
-                )
+                right = batches(step, 1)
+                refusals.append(refused(engine, right[0] if rank == refuse_at[0] else right))
             if faster_at and step == faster_at[1]:
                 lr = optimizer.param_groups[1]["lr"]
                 optimizer.param_groups[1]["lr"] = 2 * lr if rank == faster_at[0] else lr
-                say(refused=refused(engine, batches(step, 1)))
+                refusals.append(refused(engine, batches(step, 1)))
                 optimizer.param_groups[1]["lr"] = lr
             if edit_at and step == edit_at[1]:
                 if rank == edit_at[0]:
                     torch.nn.init.zeros_(model.head.weight)
-                say(refused=refused(engine, batches(step, 1)))
-            model.factor = float("nan") if [rank, step] == [*nan_at] else 1.0
+                refusals.append(refused(engine, batches(step, 1)))
             count = micro_batches - ([rank, step] == [*fewer_at])
             mine = batches(step, world_size * micro_batches)[rank * micro_batches :][:count]
             before = engine.traffic()
@@ -206,8 +204,8 @@ def main(
                 losses=losses,
                 norms=norms,
                 moved=moved,
+                refused=refusals,
                 durable=engine.durable_step,
-                skipped=engine.skipped_steps,
             )
         say(clipping=sorted({shape.clipping for _, shape in engine.operations}))
         say(recomputed=[shape.recomputed_fraction for _, shape in engine.operations])
@@ -272,11 +270,9 @@ def plain(
     kind: str = "narrow",
     clip_norm: float | None = None,
     dropout: float = 0.0,
-    skipped: int | None = None,
     pieces: dict[str, list[tuple[slice, ...]]] | None = None,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, norms and the state after ``phases``: of each its last step, the ranks, and the micro-batches of a rank.
-    A step may be ``skipped``."""
+    """Losses, norms and the state after ``phases``: of each its last step, its ranks, and the micro-batches of one."""
     model = made(kind, dropout)
     optimizer = adamw(model, fused=True)
     scheduler, losses, norms, step = warm_up(optimizer), [], [], 0
@@ -298,8 +294,7 @@ def plain(
                     p.grad = sums[name]
                 if clip_norm is not None:
                     norms.append(clipped(parameters, clip_norm, pieces or {}))
-                if step != skipped:
-                    optimizer.step()
+                optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
                 losses.append(total / (ranks * count))

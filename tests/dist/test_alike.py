@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dist.world import ended
+from dist.world import ended, finished
 from holdfast.events import read_events
 from holdfast.store.reader import RunReader
-
-
-def finished(ranks):
-    """All came to the end, whatever they hold."""
-    for said in ranks:
-        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
-    return ranks
 
 
 def compared(root):
@@ -29,8 +22,8 @@ def marks(root):
         return manifest.progress_of(manifest.streams[0]).get("copies")
 
 
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("hsdp", 4), ("tp", 2)])
+@pytest.mark.campaign(keep=2)
+@pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("tp", 2), ("hsdp", 4)])
 def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
     """At once before a base that all wait for, and beside training."""
     mlp = {"mlp": 8} if kind == "tp" else {}
@@ -39,11 +32,11 @@ def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
             ranks,
             kind=kind,
             root=tmp_path,
-            steps=100,
+            steps=50,
             base_every=5,
-            save_at=100,
+            save_at=50,
             pause=0.03,
-            digests_from=100,
+            digests_from=50,
             **mlp,
         )
     )
@@ -51,7 +44,7 @@ def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
     steps = {
         event["step"] for event in events if event["compared"]
     }  # on a slow machine one may hear too late
-    assert {0, 100} < steps and not any(event.get("different") for event in events)
+    assert {0, 50} < steps and not any(event.get("different") for event in events)
     assert marks(tmp_path) is None and not any(
         "do not" in text for each in said for text in each.get("warnings", [])
     )
@@ -81,12 +74,12 @@ def test_a_rank_that_holds_something_else_is_named_and_the_base_is_marked(world,
 def test_what_differs_is_found_beside_training_too_and_is_no_more_when_it_was_mended(world, tmp_path):
     """Of four ranks that hold two parts twice, one has something else; the ranks that resume have all the same."""
     options = {"kind": "hsdp", "root": tmp_path, "base_every": 5, "pause": 0.03, "keep_last": 99}
-    said = finished(world.run(4, steps=100, altered=[3, 4], digests_from=101, **options))
+    said = finished(world.run(4, steps=50, altered=[3, 4], digests_from=51, **options))
     found = [event for event in compared(tmp_path) if event.get("different")]
     assert found and all("rank 3" in event["different"] for event in found)
     assert all("rank 2" not in event["different"] and "rank 0" not in event["different"] for event in found)
     for each in said:
         assert 1 <= sum("should hold the same" in text for text in each["warnings"]) <= len(found)
     assert marks(tmp_path)["different"] == found[-1]["different"]
-    ended(world.run(4, steps=102, save_at=101, digests_from=102, **options))
+    ended(world.run(4, steps=52, save_at=51, digests_from=52, **options))
     assert compared(tmp_path)[-1]["different"] is None and marks(tmp_path) is None

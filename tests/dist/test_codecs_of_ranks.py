@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dist.world import ended
 from holdfast.store.disk import Disk
 from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.reader import RunReader
@@ -11,21 +12,14 @@ from holdfast.store.reader import RunReader
 TOPK, INT8 = ("topk", 0.3), ("int8", 16)
 
 
-def ended(ranks):
-    for said in ranks:
-        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
-    assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
-    return ranks
-
-
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
-    "kind, ranks, codec", [("ddp", 2, INT8), ("fsdp", 3, TOPK), ("fsdp", 3, INT8), ("hsdp", 4, TOPK)]
+    "kind, ranks, codec", [("ddp", 2, INT8), ("fsdp", 3, INT8), ("fsdp", 2, TOPK), ("hsdp", 4, TOPK)]
 )
 def test_a_closed_run_goes_on_as_if_it_had_not_been(world, tmp_path, kind, ranks, codec):
     """Residuals come back, those of each rank to it."""
     whole = ended(world.run_undisturbed(ranks, kind=kind, steps=9, codec=codec))
-    dense = ended(world.run(ranks, kind=kind, root=tmp_path / "dense", steps=9))
+    dense = ended(world.run_undisturbed(ranks, kind=kind, steps=9))
     assert whole[0]["losses"] != dense[0]["losses"]
     ended(world.run(ranks, kind=kind, root=tmp_path / "cut", steps=5, codec=codec, base_every=3))
     rest = ended(world.run(ranks, kind=kind, root=tmp_path / "cut", steps=9, codec=codec))
@@ -48,11 +42,11 @@ def test_a_run_that_died_comes_back_to_its_newest_step_without_residuals(world, 
     assert state[0]["digests"][str(state[0]["resumed"])] == died[0]["digests"][str(state[0]["resumed"])]
 
 
-@pytest.mark.campaign(keep=2)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_at(world, tmp_path, kind):
     """A base that is made beside training mostly is not: each rank copies its residuals when it can."""
-    steps, common = 30, {"kind": kind, "codec": TOPK}
+    steps, common = 20, {"kind": kind, "codec": TOPK}
     whole = ended(world.run_undisturbed(2, steps=steps, **common))
     world.run(
         2, root=tmp_path / "run", steps=steps, save_at=4, keep_last=99, base_every=3, pause=0.06,

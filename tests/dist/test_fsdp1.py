@@ -10,6 +10,7 @@ from dist.world import ended
 from golden.flattened import ARCHIVE, DIGESTS
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "kind, width", [(kind, width) for kind in ("fsdp1", "fsdp1 flat", "fsdp1 inside") for width in (12, 0)]
 )
@@ -21,7 +22,8 @@ def test_fsdp1_model_is_refused_by_all_ranks(world, tmp_path, kind, width):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind, ranks", [("fsdp", 2), ("ddp", 3)])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("kind, ranks", [("ddp", 3), ("fsdp", 2)])
 def test_fsdp1_run_goes_on_otherwise(world, tmp_path, kind, ranks):
     shutil.unpack_archive(ARCHIVE, tmp_path / "run")
     after = ended(world.run(ranks, root=tmp_path / "run", steps=9, kind=kind, optimizer="powers"))

@@ -10,7 +10,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
 
-from dist.world import World
+from dist.world import World, finished
 
 Said = list[dict[str, Any]]
 RESUMED = 7
@@ -21,12 +21,6 @@ RESUMED = 7
 def world():
     with World("hosts") as world:
         yield world
-
-
-def ended(ranks: Said) -> Said:
-    for said in ranks:
-        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
-    return ranks
 
 
 def killed(world: World, ranks: int, **script: Any) -> Said:
@@ -57,8 +51,8 @@ def by_torch(world, tmp_path_factory):
         if (key := repr((before, after, second))) not in known:
             script = {"host": "torch", "kind": "fsdp", "folder": tmp_path_factory.mktemp("torch")}
             first = {**second, "accumulate": 1, "batch": 12 // before}
-            ended(world.run(before, begin=True, stop_at=RESUMED, **script, **first))
-            known[key] = ended(world.run(after, begin=False, **script, **second))
+            finished(world.run(before, begin=True, stop_at=RESUMED, **script, **first))
+            known[key] = finished(world.run(after, begin=False, **script, **second))
         return known[key]
 
     return changed
@@ -75,60 +69,51 @@ def by_torch(world, tmp_path_factory):
 )
 def test_killed_it_ends_the_same_with_as_many_ranks(world, tmp_path, script):
     script = {**script, "kind": "fsdp", **({} if "order" in script else {"output": tmp_path / "output"})}
-    whole = ended(world.run(2, **script))
+    whole = finished(world.run(2, **script))
     killed(world, 2, root=tmp_path / "run", **script)
-    compare(ended(world.run(2, root=tmp_path / "run", **script)), whole)
+    compare(finished(world.run(2, root=tmp_path / "run", **script)), whole)
 
 
 # Another number of ranks
 
 
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        ({"batch": 3}, {"batch": 3, "accumulate": 2}),
-        ({"batch": 12, "split": True, "registers": False}, {"batch": 12, "split": True, "registers": False}),
-    ],
-    ids=["accumulation", "split batches"],
-)
-def test_four_ranks_of_accelerate_are_killed_and_two_go_on(world, by_torch, tmp_path, first, second):
+def test_three_ranks_of_accelerate_are_killed_and_two_go_on(world, by_torch, tmp_path):
     script = {"host": "accelerate", "kind": "fsdp", "root": tmp_path / "run"}
-    killed(world, 4, **script, **first)
-    rest = ended(world.run(2, **script, **second))
-    accumulated = second.get("accumulate", 1)
-    compare(
-        rest,
-        by_torch(4, 2, batch=6 // accumulated, accumulate=accumulated),
-    )
+    killed(world, 3, batch=4, **script)
+    accumulated = {"batch": 3, "accumulate": 2}
+    compare(finished(world.run(2, **script, **accumulated)), by_torch(3, 2, **accumulated))
 
 
-def test_two_ranks_of_accelerate_are_killed_and_four_go_on(world, by_torch, tmp_path):
-    """Without random numbers, of which the new ranks have their own."""
+def test_two_ranks_of_accelerate_are_killed_and_three_go_on(world, by_torch, tmp_path):
+    """Without random numbers, of which the new ranks have their own; of batches that are split."""
     script = {"host": "accelerate", "kind": "fsdp", "root": tmp_path / "run", "dropout": 0.0}
-    killed(world, 2, batch=6, **script)
-    rest = ended(world.run(4, batch=3, **script))
-    expected = by_torch(2, 4, batch=3, dropout=0.0)
-    assert len({said.pop("random") for said in rest}) == 4
+    script |= {"batch": 12, "split": True, "registers": False}
+    killed(world, 2, **script)
+    rest = finished(world.run(3, **script))
+    expected = by_torch(2, 3, batch=4, dropout=0.0)
+    assert len({said.pop("random") for said in rest}) == 3
     compare(rest, [{**said, "random": None} for said in expected])
 
 
-def test_four_processes_of_a_trainer_are_killed_and_two_go_on(world, tmp_path):
+def test_three_processes_of_a_trainer_are_killed_and_two_go_on(world, tmp_path):
     """As from the trainer's own checkpoint."""
     script = {"host": "trainer", "kind": "fsdp"}
-    killed(world, 4, root=tmp_path / "run", batch=3, **script)
-    rest = ended(world.run(2, root=tmp_path / "run", batch=6, **script))
+    killed(world, 3, root=tmp_path / "run", batch=4, **script)
+    rest = finished(world.run(2, root=tmp_path / "run", batch=6, **script))
     own = {**script, "output": tmp_path / "output"}
-    ended(world.run(4, batch=3, save_at=RESUMED, **own))
-    compare(rest, ended(world.run(2, batch=6, checkpoint=tmp_path / f"output/checkpoint-{RESUMED}", **own)))
+    finished(world.run(3, batch=4, save_at=RESUMED, **own))
+    compare(
+        rest, finished(world.run(2, batch=6, checkpoint=tmp_path / f"output/checkpoint-{RESUMED}", **own))
+    )
 
 
-def test_four_processes_of_lightning_are_killed_and_two_go_on(world, by_torch, tmp_path):
-    """The mean of an epoch is over the losses of the four and of the two."""
+def test_three_processes_of_lightning_are_killed_and_two_go_on(world, by_torch, tmp_path):
+    """The mean of an epoch is over the losses of the three and of the two."""
     script = {"host": "lightning", "kind": "fsdp", "root": tmp_path / "run"}
-    first = killed(world, 4, batch=3, **script)
-    rest = ended(world.run(2, batch=6, **script))
-    compare(rest, by_torch(4, 2, batch=6, order="distributed"))
-    before = sum(3 * loss for said in first for step in "567" for loss in said["losses"][step])
+    first = killed(world, 3, batch=4, **script)
+    rest = finished(world.run(2, batch=6, **script))
+    compare(rest, by_torch(3, 2, batch=6, order="distributed"))
+    before = sum(4 * loss for said in first for step in "567" for loss in said["losses"][step])
     after = sum(6 * loss for said in rest for loss in said["losses"]["8"])
     assert [said["means"]["1"] for said in rest] == pytest.approx([(before + after) / 48] * 2)
 
@@ -149,7 +134,7 @@ def test_a_run_goes_from_one_parallelism_to_the_next(world, tmp_path, script, ra
     digest = ""
     for step, (count, kind) in enumerate(zip(ranks, kinds, strict=True), 1):
         ends = {"stop_at" if script["host"] == "accelerate" else "max_steps": step}
-        said = ended(world.run(count, kind=kind, batch=12 // count, **ends, **script))
+        said = finished(world.run(count, kind=kind, batch=12 // count, **ends, **script))
         assert [list(each["digests"]) for each in said] == [[str(step)]] * count
         assert step == 1 or {each["digest"] for each in said} == {digest}
         digest = said[0]["digests"][str(step)]
@@ -162,7 +147,7 @@ def test_a_run_goes_from_one_parallelism_to_the_next(world, tmp_path, script, ra
 
 def test_other_samples_and_another_order_are_refused(world, tmp_path):
     script = {"host": "accelerate", "kind": "ddp", "root": tmp_path / "run"}
-    ended(world.run(2, batch=6, stop_at=2, **script))
+    finished(world.run(2, batch=6, stop_at=2, **script))
     for changed, text in {
         "batch": (
             3,
@@ -177,12 +162,12 @@ def test_other_samples_and_another_order_are_refused(world, tmp_path):
         [said] = world.run(1, **{**script, "batch": 12, changed: text[0]})
         assert said["error"].startswith("RunMismatch: the run was trained by 2 ranks, and here are 1"), said
         assert text[1] in said["error"]
-    ended(world.run(2, batch=6, stop_at=3, **script))
+    finished(world.run(2, batch=6, stop_at=3, **script))
 
 
 def test_a_schedule_that_every_process_moves_is_refused(world, tmp_path):
     script = {"host": "accelerate", "kind": "ddp", "root": tmp_path / "run", "registers": False}
-    ended(world.run(2, batch=6, stop_at=1, **script))
+    finished(world.run(2, batch=6, stop_at=1, **script))
     [said] = world.run(1, batch=12, **script)
     assert "Each process moves the schedule once, 2 times a step in the run and 1 here" in said["error"]
 
@@ -190,7 +175,7 @@ def test_a_schedule_that_every_process_moves_is_refused(world, tmp_path):
 @pytest.mark.parametrize("order", ["distributed", "in order"])
 def test_one_process_of_lightning_has_no_order_of_several(world, tmp_path, order):
     script = {"host": "lightning", "root": tmp_path / "run", "order": order}
-    ended(world.run(1, kind="ddp", batch=12, max_steps=1, **script))
+    finished(world.run(1, kind="ddp", batch=12, max_steps=1, **script))
     for said in world.run(2, kind="fsdp", batch=6, **script):
         assert "and this script an order by seed and epoch. Resume with 1, or begin" in said["error"]
 
@@ -205,6 +190,6 @@ def test_tensor_parallelism_of_lightning_is_refused_with_nothing_written(world, 
 def test_a_step_of_save_state_is_gone_back_to_by_another_number_of_ranks(world, by_torch, tmp_path):
     """The accelerator counts batches of its own, of which the step is no multiple of the new accumulation."""
     script = {"host": "accelerate", "kind": "fsdp", "root": tmp_path / "run"}
-    ended(world.run(4, batch=3, save_at=RESUMED, stop_at=RESUMED + 1, **script))
-    rest = ended(world.run(2, batch=3, accumulate=2, load=True, **script))
-    compare(rest, by_torch(4, 2, batch=3, accumulate=2))
+    finished(world.run(3, batch=4, save_at=RESUMED, stop_at=RESUMED + 1, **script))
+    rest = finished(world.run(2, batch=3, accumulate=2, load=True, **script))
+    compare(rest, by_torch(3, 2, batch=3, accumulate=2))

@@ -11,7 +11,7 @@ COMMON = {"kind": "ddp", "accumulate": 3}
 CODECS = [None, ("topk", 0.3), ("int8", 16)]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_run_that_accumulates_goes_on_as_if_it_had_not_been_closed(world, tmp_path, codec):
     """A step is what ends with an exchange, and mid-accumulation is none."""
@@ -28,8 +28,8 @@ def test_a_run_that_accumulates_goes_on_as_if_it_had_not_been_closed(world, tmp_
         assert other["digests"].items() <= one["digests"].items()
 
 
-@pytest.mark.campaign(keep=2)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("codec", CODECS[::-1])
 def test_every_step_of_a_run_that_accumulates_comes_back(world, tmp_path, codec):
     before = world.run(
         2, root=tmp_path, steps=8, base_every=100, pause=0.05, kill=[1, 8], **COMMON, codec=codec

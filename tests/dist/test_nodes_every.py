@@ -15,6 +15,7 @@ from holdfast.distributed import Ranks
 NODES = [0, 1]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("lost", NODES)
 def test_ranks_choose_together_after_a_node_was_lost(world, tmp_path, lost):
     """The new node has no base of its own, and the others know what an earlier process has measured."""

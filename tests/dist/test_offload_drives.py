@@ -60,7 +60,7 @@ def what_is_in(root):
 # The bits
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -128,6 +128,7 @@ def test_a_blocks_parts_lie_on_different_drives_and_so_do_a_ranks(train, tmp_pat
     assert first["share"] == pytest.approx(second["share"]) == pytest.approx(0.5)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind, ranks", [("wide", 2), ("thin", 3)])
 def test_files_stay_where_they_are_from_one_resume_to_the_next(train, tmp_path, kind, ranks):
     """Ranks that have unlike parts, one of them nothing, take one set of shares; with other rates, too."""
@@ -142,6 +143,7 @@ def test_files_stay_where_they_are_from_one_resume_to_the_next(train, tmp_path, 
 # Ranks that end
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_others_and_all_go_on_to_the_same_end(train, tmp_path, rank):
     cut = train(2, micro_batches=2, kill=[rank, 3], options={"clip_norm": 0.5})
@@ -151,7 +153,7 @@ def test_a_killed_rank_ends_the_others_and_all_go_on_to_the_same_end(train, tmp_
     check(said, tmp_path / "run", *plain([(STEPS, 2, 2)], clip_norm=0.5))
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "rank, failpoint",
     [(0, "after_timeline_opened:1"), (0, "before_data_sync:1"), (0, "after_manifest_sync:1"),

@@ -63,6 +63,7 @@ def test_adapters_of_a_folder_that_is_never_in_memory_have_the_bits_of_one_proce
     equal_on_ranks(world, tmp_path, tiny_folders.write_folder(tmp_path / "folder"))
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8", "torchao"])
 def test_adapters_of_a_quantised_folder_have_the_bits_of_one_process(world, tmp_path, kind):
     pytest.importorskip("bitsandbytes")
@@ -100,6 +101,7 @@ COMMANDED = {
 }
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", COMMANDED)
 def test_the_command_has_the_bits_of_one_process_on_any_number_of_ranks(world, tmp_path, kind):
     """Killed on two ranks and gone on with by one, and the other way round."""

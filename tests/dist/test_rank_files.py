@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from combined import CAMPAIGN
 from dist.awkward import TOPOLOGIES
 
 STEPS = 2
-SOURCES = ("fsdp3", "hsdp2x2", "fsdp2xtp2")
+SOURCES = ("fsdp3", "hsdp2x2", "fsdp2xtp2") if CAMPAIGN else ("fsdp3", "fsdp2xtp2")
 TARGETS = ("plain", "fsdp3", "engine")
 
 

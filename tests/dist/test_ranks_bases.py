@@ -12,23 +12,24 @@ from holdfast.store.reader import RunReader
 
 
 @pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("kind, ranks", one_in(2, ["ddp", "fsdp"], [2, 4]))
+@pytest.mark.parametrize("kind, ranks", one_in(2, ["ddp", "fsdp"], [2, 3]))
 def test_a_rank_that_stores_nothing_takes_part_all_the_same(world, tmp_path, kind, ranks):
     """There is one parameter, and there are no buffers."""
+    whole = ended(world.run_undisturbed(ranks, kind=kind, steps=21, width=0))
     options = {"kind": kind, "root": tmp_path, "width": 0, "base_every": 3}
-    before = ended(world.run(ranks, steps=20, pause=0.03, **options))
+    ended(world.run(ranks, steps=20, pause=0.03, **options))
     with RunReader(tmp_path) as reader:
         assert reader.head().step > 3 and reader.verify(reader.head()) == []
     after = ended(world.run(ranks, steps=21, **options))
     assert after[0]["resumed"] == 20
-    assert after[0]["digests"]["20"] == before[0]["digests"]["20"]
+    assert after[0]["digests"].items() <= whole[0]["digests"].items()
     alone = ended(world.run(1, steps=22, **options))
     assert alone[0]["digests"]["21"] == after[0]["digests"]["21"]
 
 
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
-    "more", [*({"optimizer": name} for name in ("global", "apollo", "8bit")), {"average": True}]
+    "more", [{"average": True}, *({"optimizer": name} for name in ("apollo", "global", "8bit"))]
 )
 def test_what_updates_all_parameters_at_once_comes_back_from_bases_of_one_step(world, tmp_path, more):
     """An optimizer that is not elementwise, and averages that ``after_update`` keeps."""
@@ -47,13 +48,13 @@ def test_what_updates_all_parameters_at_once_comes_back_from_bases_of_one_step(w
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_saves_between_bases_that_are_made_beside_training_are_all_whole(world, tmp_path, every):
     options = {"kind": "ddp", "root": tmp_path, "base_every": 2, "unit_bytes": 2000, "keep_last": 99}
-    said = ended(world.run(2, steps=40, save_every=every, pause=0.02, **options))
-    assert [each["saved"] for each in said] == [40 // every * every] * 2
+    said = ended(world.run(2, steps=20, save_every=every, pause=0.02, **options))
+    assert [each["saved"] for each in said] == [20 // every * every] * 2
     with RunReader(tmp_path) as reader:
         for ref in reader.commits():
             assert reader.verify(reader.load(ref)) == []
         steps = {ref.step for ref in reader.commits()}
-    assert steps >= set(range(every, 41, every))
+    assert steps >= set(range(every, 21, every))
 
 
 def test_a_base_that_one_rank_has_shared_is_not_published_while_its_files_are_written_anew(world, tmp_path):
@@ -65,7 +66,7 @@ def test_a_base_that_one_rank_has_shared_is_not_published_while_its_files_are_wr
             assert reader.verify(reader.load(ref)) == []
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind, worlds", one_in(2, ["ddp", "fsdp"], [(2, 3), (3, 2), (1, 2), (2, 1)]))
 def test_records_of_another_cut_are_not_replayed_on_a_base_before_it(world, tmp_path, kind, worlds):
     """The base that the change of ranks made is damaged, so the run goes on from where the ranks were others."""
@@ -88,10 +89,10 @@ def test_ranks_that_ask_for_different_steps_are_refused(world, tmp_path):
     assert all("resume was called differently" in each["error"] for each in said)
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "who, kind, more",
-    [(0, "ddp", {}), (1, "fsdp", {}), (1, "ddp", {"base_every": 3}), (0, "ddp", {"average": True})],
+    [(0, "ddp", {"average": True}), (0, "ddp", {}), (1, "fsdp", {}), (1, "ddp", {"base_every": 3})],
 )
 def test_steps_that_one_rank_could_not_record_are_followed_by_a_base_of_all(world, tmp_path, kind, who, more):
     """Its disk is behind for a while, and nobody waits for it but for that base."""
@@ -135,13 +136,13 @@ def test_a_step_that_one_rank_lost_is_made_durable_by_what_all_wait_for(world, t
     assert after[0]["resumed"] == 9 and after[0]["digests"]["9"] == said[0]["digests"]["9"]
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     ("kind", "what", "who"),
     [
         *((kind, {"halved_at": 4}, [0, 1]) for kind in ("ddp", "fsdp")),
-        ("ddp", {"forgets": ["all", 4]}, [0, 1]),
         ("fsdp", {"forgets": [1, 4]}, [1]),
+        ("ddp", {"forgets": ["all", 4]}, [0, 1]),
     ],
 )
 def test_what_a_script_does_to_the_state_after_a_step_is_followed_by_a_base_of_all(
@@ -158,9 +159,9 @@ def test_what_a_script_does_to_the_state_after_a_step_is_followed_by_a_base_of_a
     assert done in (7, 8) and rest[0]["digests"][str(done)] == killed[0]["digests"][str(done)]
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
-    "more, save_at", one_in(2, [{"base_every": 2}, {"base_every": 1000}, {"replica": "memory"}], [4, None])
+    "more, save_at", one_in(2, [{"base_every": 2}, {"replica": "memory"}, {"base_every": 1000}], [4, None])
 )
 def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(world, tmp_path, save_at, more):
     """Of the step there may be a base already."""
@@ -175,6 +176,7 @@ def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(wo
     assert before[0]["rate"] < before[0]["first_rate"]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_each_rank_names_its_frozen_files_again(world, tmp_path, kind):
     """Also after a resume; other ranks write their own once, and go on from these."""

@@ -137,9 +137,10 @@ def test_ended_while_it_compacts_it_has_lost_no_more_than_what_was_to_go(
             patch.setattr(failpoints, name, value)
         compact(copy, 6)
     shutil.copytree(copy, tmp_path / "again")
-    found = ended(world.run(2, kind="fsdp", root=copy, steps=9))
-    assert found[0]["digests"] == {"9": digests["9"]}
     with suppress(NoCommit):  # step 6 is a base already
         compact(tmp_path / "again", 6)
-    found = ended(world.run(2, kind="fsdp", root=tmp_path / "again", steps=6, resume={"step": 6}))
-    assert found[0]["digests"] == {"6": digests["6"]}
+    orders = {9: {"root": copy}, 6: {"root": tmp_path / "again", "resume": {"step": 6}}}
+    said = world.run_each(2, [{"kind": "fsdp", "steps": step, **order} for step, order in orders.items()])
+    assert [ended(found)[0]["digests"] for found in said] == [
+        {f"{step}": digests[f"{step}"]} for step in orders
+    ]

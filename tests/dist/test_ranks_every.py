@@ -26,6 +26,7 @@ def test_bases_alone_are_of_the_same_step_on_all_ranks_and_come_back_after_a_kil
     assert after[0]["digests"]["13"] == whole[0]["digests"]["13"]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kill", [30, 37])
 def test_ranks_change_between_records_and_bases_alone_together(world, tmp_path, kill):
     whole = ended(world.run_undisturbed(2, kind="ddp", steps=50))

@@ -13,6 +13,7 @@ def world():
         yield world
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_each_rank_follows_its_part(world, tmp_path, kind):
     found = world.run(2, kind=kind, root=tmp_path / "run")

@@ -22,6 +22,7 @@ def ran(world, root, **order):
         yield said.get("warnings", []), said
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_iterations_in_which_nobody_steps_are_told_and_then_refused(world, tmp_path, kind):
     for told, said in ran(world, tmp_path, kind=kind, habit="nothing", iterations=30):
@@ -29,6 +30,7 @@ def test_iterations_in_which_nobody_steps_are_told_and_then_refused(world, tmp_p
         assert "in each of the last 20 iterations" in said["refused"] and said["idle"] == 19
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_gradients_that_are_accumulated_are_seen_until_it_is_too_long(world, tmp_path, kind):
     for told, said in ran(world, tmp_path / "run", kind=kind, habit="summed", iterations=19):

@@ -14,7 +14,7 @@ KINDS = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
 CASES = [("adafactor", "ddp", 2), ("factored", "ddp", 2), *(("muon", *kind) for kind in KINDS)]
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("optimizer, kind, ranks", CASES)
 def test_a_run_goes_on_as_if_it_had_not_been_closed_or_killed(world, tmp_path, optimizer, kind, ranks):
     common = {"kind": kind, "optimizer": optimizer, "clip": False, "pause": 0.02}
@@ -30,7 +30,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_closed_or_killed(world, tmp_path, o
         assert other["digests"].items() <= one["digests"].items()
 
 
-@pytest.mark.campaign(cover=True)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("optimizer, kind, ranks", CASES)
 def test_a_saved_state_is_taken_by_any_other_parallelism(world, tmp_path, optimizer, kind, ranks):
     common = {"root": tmp_path, "optimizer": optimizer, "clip": False}
@@ -43,6 +43,7 @@ def test_a_saved_state_is_taken_by_any_other_parallelism(world, tmp_path, optimi
         said = found
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind, ranks", KINDS[1:])
 def test_factors_that_are_not_cut_as_their_parameter_is_are_refused(world, tmp_path, kind, ranks):
     """Those of a matrix of which a rank has one row look like that row."""

@@ -29,7 +29,8 @@ def test_ranks_go_back_and_end_as_if_they_had_not(world, tmp_path, kind):
     assert again[0]["resumed"] == 9 and again[0]["digests"]["9"] == whole[0]["digests"]["9"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_a_bad_loss_on_one_rank_sends_all_back(world, tmp_path, kind):
     """After a forward pass without a backward one, whose gathered parameters must not stay."""
     whole = ended(world.run_undisturbed(2, kind=kind, steps=7))
@@ -39,6 +40,7 @@ def test_a_bad_loss_on_one_rank_sends_all_back(world, tmp_path, kind):
         assert other["digests"] == one["digests"]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_without_records_go_back_to_one_base(world, tmp_path, kind):
     whole = ended(world.run_undisturbed(2, kind=kind, steps=9))
@@ -93,12 +95,13 @@ def test_a_refusal_on_one_rank_is_one_on_all(world, tmp_path):
     assert all("other steps on other ranks" in said["refused"] for said in again)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_with_replicas_go_back_to_bases_and_to_the_last_step(world, tmp_path, kind):
     """To bases that there were, and in the middle of an iteration to one that the replicas make then."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=10))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=10))
     order = {"kind": kind, "root": tmp_path / "back", "replica": memory}
     found = ended(world.run(2, steps=10, back={"5": 3, "7": 7, "8": 3}, **order))
     for one, other in zip(whole, found, strict=True):
@@ -116,7 +119,7 @@ def test_a_rank_of_several_with_replicas_dies_after_they_went_back(world, tmp_pa
     """The replicas do no step that another rank may lack, counted from where they went back to."""
     (tmp_path / "memory").mkdir()
     order = {"kind": "fsdp", "root": tmp_path / "back", "replica": tmp_path / "memory"}
-    whole = ended(world.run(2, kind="fsdp", root=tmp_path / "whole", steps=9))
+    whole = ended(world.run_undisturbed(2, kind="fsdp", steps=9))
     died = world.run(2, steps=9, back={"8": 3}, dies=[1, 5], **order)
     assert died[1]["code"] == -9 and "error" in died[0]
     again = ended(world.run(2, steps=9, **order))
@@ -126,7 +129,7 @@ def test_a_rank_of_several_with_replicas_dies_after_they_went_back(world, tmp_pa
 
 def test_a_bad_loss_on_one_rank_sends_all_and_their_replicas_back(world, tmp_path):
     (tmp_path / "memory").mkdir()
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=7))
+    whole = ended(world.run_undisturbed(2, kind="ddp", steps=7))
     order = {"kind": "ddp", "replica": tmp_path / "memory", "bad_at": [1, 6]}
     found = ended(world.run(2, root=tmp_path / "guarded", steps=7, **order))
     for one, other in zip(whole, found, strict=True):

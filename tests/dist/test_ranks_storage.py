@@ -28,7 +28,7 @@ def files(root):
 
 
 @contextmanager
-def watched(root, seconds=0.004):
+def watched(root, seconds=0.01):
     """What the run took of the disk, by looks ``seconds`` apart, each of them twice, when both saw the same."""
     seen, end = array("q"), threading.Event()
 
@@ -58,17 +58,17 @@ def events(root, name):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_never_take_more_of_the_disk_than_they_may_and_resume(world, tmp_path, kind):
     """A cap that is far too small for the cadence: ranks call each other to bases for want of room."""
-    root, cap = tmp_path / "run", 3_000_000
-    options = {**COMMON, "kind": kind, "root": root, "storage": cap, "digests_from": 300}
-    whole = ended(world.run_undisturbed(2, kind=kind, steps=310, digests_from=300))
+    root, cap = tmp_path / "run", 2_500_000
+    options = {**COMMON, "kind": kind, "root": root, "storage": cap, "digests_from": 150}
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=160, digests_from=150))
     with watched(root) as taken:
-        said = ended(world.run(2, steps=300, **options))
-    assert [each["durable"] for each in said] == [300, 300]
+        said = ended(world.run(2, steps=150, **options))
+    assert [each["durable"] for each in said] == [150, 150]
     assert cap / 2 < max(taken) <= cap and len(taken) > 100
     assert len(events(root, "base")) > 6 and not events(root, "gap")
     with watched(root) as taken:
-        rest = ended(world.run(2, steps=310, **options))
-    assert rest[0]["resumed"] == 300 and max(taken) <= cap
+        rest = ended(world.run(2, steps=160, **options))
+    assert rest[0]["resumed"] == 150 and max(taken) <= cap
     assert rest[0]["digests"].items() <= whole[0]["digests"].items()
 
 
@@ -85,28 +85,29 @@ def test_with_hardly_any_room_there_are_bases_instead_of_records(world, tmp_path
 
 
 def test_what_is_kept_for_good_gives_way_to_the_cap_of_several_ranks_oldest_first(world, tmp_path):
-    root, cap = tmp_path / "run", 4_000_000
+    root, cap = tmp_path / "run", 2_000_000
     options = {**COMMON, "kind": "fsdp", "root": root, "storage": cap, "base_every": 5, "keep_every": 5}
     with watched(root) as taken:
-        ended(world.run(2, steps=200, digests_from=200, **options))
+        ended(world.run(2, steps=100, digests_from=100, **options))
     assert cap / 2 < max(taken) <= cap
     with RunReader(root) as reader:
         steps = [ref.step for ref in reader.line()]
         assert reader.verify(reader.head()) == []
-    assert 2 < len(steps) < 39 and steps[0] > 190
+    assert 2 < len(steps) < 19 and steps[0] > 90
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("worlds", [(3, 2), (1, 2)])
 def test_another_number_of_ranks_keeps_the_cap_that_the_run_had(world, tmp_path, worlds):
     """What the ranks before left is counted too, and goes when nobody needs it."""
     one, other = worlds
-    root, cap = tmp_path / "run", 4_500_000
+    root, cap = tmp_path / "run", 2_500_000
     options = {**COMMON, "kind": "fsdp", "storage": cap}
-    for ranks, steps in ((one, 60), (other, 160)):
+    for ranks, steps in ((one, 40), (other, 90)):
         with watched(root) as taken:
-            said = ended(world.run(ranks, root=root, steps=steps, digests_from=160, **options))
+            said = ended(world.run(ranks, root=root, steps=steps, digests_from=90, **options))
         assert max(taken) <= cap
-    assert said[0]["durable"] == 160
+    assert said[0]["durable"] == 90
 
 
 def test_a_cap_in_which_the_files_of_no_two_bases_fit_is_refused_on_all_ranks(world, tmp_path):

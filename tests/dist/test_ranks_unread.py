@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 
 import pytest
 
@@ -18,28 +19,36 @@ from holdfast.store.run_store import LocalStore
 RUN = {"kind": "fsdp", "steps": 20, "base_every": 1000}
 
 
+@pytest.fixture(scope="module")
+def begun(world, tmp_path_factory):
+    """A run begun three times, so that there are three segments of each stream: from steps 1, 7 and 14 on; and the
+    state by step."""
+    root, digests = tmp_path_factory.mktemp("begun") / "run", {}
+    for steps in (6, 13, 20):
+        digests |= ended(world.run(2, root=root, keep_last=9, **RUN | {"steps": steps}))[0]["digests"]
+    return root, digests
+
+
+@pytest.fixture
+def run(begun, tmp_path):
+    shutil.copytree(begun[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("lost", [{"0": 16, "1": 12}, {"0": 12, "1": 16}, {"0": 12}, {"1": 12}])
-def test_the_step_that_is_named_is_one_that_every_rank_can_have(world, tmp_path, lost):
-    whole = ended(world.run(2, root=tmp_path, **RUN))
-    refused = world.run(2, root=tmp_path, unread=lost, **RUN)
+def test_the_step_that_is_named_is_one_that_every_rank_can_have(world, begun, run, lost):
+    refused = world.run(2, root=run, unread=lost, **RUN)
     for rank, said in enumerate(refused):
         assert re.search(r"resume\(step=(\d+)\)", said["error"])[1] == "11", said
         assert said["error"].startswith("Unreadable" if str(rank) in lost else "RankFailed")
-    [said, *_] = ended(world.run(2, root=tmp_path, unread=lost, resume={"step": 11}, **RUN))
-    assert said["resumed"] == 11 and said["digests"]["11"] == whole[0]["digests"]["11"]
+    [said, *_] = ended(world.run(2, root=run, unread=lost, resume={"step": 11}, **RUN))
+    assert said["resumed"] == 11 and said["digests"]["11"] == begun[1]["11"]
 
 
 @pytest.fixture
 def read_anew(monkeypatch):
     monkeypatch.setattr(os, "preadv", os.preadv)
-
-
-@pytest.fixture
-def run(world, tmp_path):
-    """Begun three times, so that there are three segments of each stream: from steps 1, 7 and 14 on."""
-    for steps in (6, 13, 20):
-        ended(world.run(2, root=tmp_path, keep_last=9, **RUN | {"steps": steps}))
-    return tmp_path
 
 
 def line_of(run):

@@ -57,6 +57,7 @@ def test_what_is_no_average_any_more_is_copied_again(world, tmp_path, how, early
     assert (each_step(said, "early"), each_step(said, "copied_again")) == (early, again)
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "how, slow",
     one_in(2, ["plain", "some unused, views", "static", "nested", "nested, views", "strided"], [False, True]),
@@ -74,6 +75,7 @@ def test_a_replica_that_dies_is_told_at_the_step(world, tmp_path):
     assert said[0]["told"] == "at the step"
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "ranks, how", [(3, "views"), (2, "a hook of the script's"), (2, "a hook of torch's")]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dist.world import finished
 from holdfast.formats.rules_source import check, infer
 from holdfast.state.rules.rule_language import Rules
 from holdfast.store.reader import RunReader
@@ -11,8 +12,7 @@ from holdfast.store.reader import RunReader
 
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
 def test_rules_inferred_of_ranks_fit_them(world, tmp_path, kind, ranks):
-    for said in world.run(ranks, kind=kind, root=tmp_path, steps=2, base_every=2):
-        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
+    finished(world.run(ranks, kind=kind, root=tmp_path, steps=2, base_every=2))
     reader = RunReader(tmp_path, direct=False)
     manifest = reader.head()
     assert manifest is not None and len(manifest.streams) == ranks

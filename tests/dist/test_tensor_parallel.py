@@ -17,6 +17,7 @@ WIDTH = 10
 """Of the layer that is cut in two, and each half in two again: of three rows and of two."""
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "more, place",
     one_in(
@@ -38,6 +39,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(world, tmp_path, place, mor
         assert other["digests"] == {step: d for step, d in one["digests"].items() if int(step) >= 5}
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind, ranks", [("tp", 2), ("fsdp_tp", 4)])
 def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, ranks):
     common = {"kind": kind, "mlp": WIDTH, "steps": 12, "base_every": 3}
@@ -55,7 +57,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kinds, width", one_in(2, KINDS, [WIDTH, 12]))
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, width):
     """With records behind the base, replayed in the cut that wrote them."""
@@ -92,6 +94,7 @@ def test_what_several_ranks_hold_one_of_them_stores(world, tmp_path):
     assert stored == 3
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind, ranks", [("tp", 2), ("fsdp_tp", 4)])
 def test_clipping_here_is_refused_where_torch_has_no_norm_of_all(world, tmp_path, kind, ranks):
     """One parameter is cut over other ranks than the others are, or not at all."""

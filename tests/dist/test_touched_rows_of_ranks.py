@@ -17,7 +17,8 @@ def world():
         yield world
 
 
-@pytest.mark.parametrize("others, other", [(2, "fsdp"), (1, "plain"), (3, "fsdp")])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("others, other", [(3, "fsdp"), (1, "plain"), (2, "fsdp")])
 def test_two_ranks_that_are_killed_come_back_from_what_they_touched(world, tmp_path, others, other):
     """Each record takes, beside its JSON, what was touched of its rank's shards and at most 5 % more."""
     before = world.run(2, root=tmp_path, kind="fsdp", steps=STEPS, killed=True)

@@ -448,8 +448,7 @@ def train(
         model_description.visited, device_staging.VISIT_BYTES = lambda held: "cpu", 1
     if options.get("replica"):
         replica.LINGER_SECONDS = linger_seconds
-        if not options.get("remote"):  # a bucket's client has threads, whose locks a fork would find taken
-            replica_process.start_process, Forked.stacks = Forked, meeting.folder / f"stacks-{rank}-replica"
+        replica_process.start_process, Forked.stacks = Forked, meeting.folder / f"stacks-{rank}-replica"
         if drift_at is not None and drift_at[0] == rank:
             replica_server.apply = partial(drifting, replica_server.apply, drift_at[1], slot=drifting_slot)
         if not orphans_persist:
@@ -474,8 +473,7 @@ def train(
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
         arrived = LayerHooks.arrived
         LayerHooks.arrived = lambda *args: early.append(True) or arrived(*args)
-        if not options.get("remote"):
-            Forked.prepare()
+        Forked.prepare()
     if world_size > 1 or kind.startswith("fsdp"):
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     model = wrapped(kind, world_size, width, tiny, mlp)

@@ -20,6 +20,8 @@ from typing import Any
 
 from support.warm_python import call, environment_of
 
+LEAST_STEPS = 14
+"""The fewest steps of a run that others are compared with, so that one is enough for tests of unlike lengths."""
 PATIENCE_SECONDS = 90.0
 """How long a world may take before what is left of it is killed, which is a failure of the test."""
 
@@ -47,17 +49,24 @@ class World:
         assert not answer["late"], f"{order} took more than {self._patience:.0f} s: {answer['ranks']}"
         return answer["ranks"]
 
+    def run_each(self, world_size: int, orders: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """By order, what each rank of one world said, which does one after the other in one process group."""
+        ranks = self.run(world_size, each=orders)
+        return [[{**said, **said.get(str(number), {})} for said in ranks] for number in range(len(orders))]
+
     def run_undisturbed(self, world_size: int, has_run: bool = True, **order: Any) -> list[dict[str, Any]]:
         """What each rank said that had a run directory of its own, or only a folder for what else it writes.
 
-        Made once for each order, and only to be read.
+        Made once for each order, whatever its ``steps``, and only to be read.
         """
+        if steps := order.get("steps"):
+            order["steps"] = max(steps, LEAST_STEPS)
         key = json.dumps([self._script, world_size, has_run, order], sort_keys=True, default=str)
         if key not in World.undisturbed:
             with tempfile.TemporaryDirectory() as folder:
                 place = {"root": f"{folder}/run"} if has_run else {"output": f"{folder}/output"}
                 World.undisturbed[key] = self.run(world_size, **place, **order)
-        return World.undisturbed[key]
+        return [up_to(steps, said) if steps else said for said in World.undisturbed[key]]
 
     def __enter__(self) -> World:
         return self
@@ -85,10 +94,44 @@ def use_one_gloo_thread() -> None:
     distributed_c10d.ProcessGroupGloo = OneWorker
 
 
+def up_to(steps: int, said: dict[str, Any]) -> dict[str, Any]:
+    """What a rank would have said that ended after ``steps``."""
+    losses, digests = said.get("losses", []), said.get("digests", {})
+    return said | {
+        "losses": losses[:steps],
+        "digests": {step: digest for step, digest in digests.items() if int(step) <= steps},
+    }
+
+
+def do_each(
+    main: Callable[..., None],
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    say: Callable[..., None],
+    each: list[dict[str, Any]],
+) -> None:
+    """Do one order after the other, and say of each what it says by its number."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    for number, order in enumerate(each):
+        said: dict[str, Any] = {}
+
+        def tell(said: dict[str, Any] = said, number: int = number, **what: Any) -> None:
+            said |= what
+            say(**{str(number): said})
+
+        main(rank, world_size, rendezvous, tell, **order)
+
+
 def supervise(script: str, patience_seconds: float, order: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: fork the ranks, wait for them, and put together what they say."""
     use_one_gloo_thread()
-    main, world_size = partial(sys.modules[script].main, **order), int(os.environ["WORLD_SIZE"])
+    main, world_size = sys.modules[script].main, int(os.environ["WORLD_SIZE"])
+    main = partial(do_each, main) if "each" in order else main
+    main = partial(main, **order)
     with tempfile.TemporaryDirectory() as folder:
         pids = [_fork(main, rank, world_size, Path(folder), patience_seconds) for rank in range(world_size)]
         codes, late = _wait(pids, patience_seconds)
@@ -157,10 +200,16 @@ def _wait(pids: list[int], patience_seconds: float) -> tuple[list[int], bool]:
     return [codes[pid] for pid in pids], late
 
 
-def ended(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All ranks came to the end, with one state."""
+def finished(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks came to the end, whatever they hold."""
     for said in ranks:
         assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
+    return ranks
+
+
+def ended(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks came to the end, with one state."""
+    finished(ranks)
     assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
     return ranks
 

@@ -20,7 +20,7 @@ def main():
     with holdfast.Checkpointer(
         run, model=model, optimizer=optimizer, wait_each_step=True, **bases
     ) as checkpointer:
-        for step in range(checkpointer.resume(), 40):
+        for step in range(checkpointer.resume(), int(os.environ.get("STEPS", "40"))):
             while step == 9 and not os.path.exists(
                 os.environ.get("UNTIL", "/")
             ):  # until a test has what it waits for

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from combined import one_in
 from formats.deepspeed_files import load, random_state, save, write
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
@@ -52,6 +53,7 @@ def expected(state):
     }
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(
     ("stage", "options"),
@@ -322,16 +324,15 @@ def test_files_that_hold_anything_else_are_refused_or_read_as_they_are(tmp_path,
     )
     whole, refused = load(path), 0
     fields = whole["optimizer_state_dict"] if place == "optim" else whole
-    for key in list(fields):
-        for value in (None, 5, "x", [], [None], {}, {"x": 1}, torch.zeros(2)):
-            before, fields[key] = fields[key], value
-            save(whole, path)
-            fields[key] = before
-            try:
-                open_source(folder)
-            except (Damaged, BadInput):
-                refused += 1
-    assert refused > 20
+    for key, value in one_in(4, list(fields), (None, 5, "x", [], [None], {}, {"x": 1}, torch.zeros(2))):
+        before, fields[key] = fields[key], value
+        save(whole, path)
+        fields[key] = before
+        try:
+            open_source(folder)
+        except (Damaged, BadInput):
+            refused += 1
+    assert refused > 5
 
 
 def test_two_files_of_one_rank_are_refused(tmp_path):

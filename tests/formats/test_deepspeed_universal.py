@@ -77,6 +77,7 @@ def test_an_empty_schedule_is_written_as_none(tmp_path):
     assert torch.load(path, weights_only=False)["lr_scheduler"] is None
 
 
+@pytest.mark.campaign(cover=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source_stage", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])

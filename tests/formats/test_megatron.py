@@ -51,23 +51,25 @@ EVERY = {
     "stacked": How(stacked=True),
     "of NeMo": How(stacked=True, prefix="module."),
     "TP 2": How(tp=2),
-    "TP 2, stacked": How(tp=2, stacked=True),
     "halves": How(tp=2, stacked=True, halves=True),
+    "TP 2, stacked": How(tp=2, stacked=True),
     "chained": How(chained="chained_0."),
     "model space": How(optimizer="fully_sharded_model_space"),
     "model space, TP 2, DP 3, stacked": How(tp=2, dp=3, stacked=True, optimizer="fully_sharded_model_space"),
     "model space, DP 2": How(dp=2, optimizer="fully_sharded_model_space"),
     "reshardable": How(tp=2, optimizer="fully_reshardable", stacked=True),
     "buckets": How(optimizer="fully_sharded_bucket_space"),
+    "buckets, padded": How(optimizer="fully_sharded_bucket_space", bucket=700, dp=3, padded=True),
     "buckets, several": How(optimizer="fully_sharded_bucket_space", bucket=1000, dp=3),
     "buckets, TP 2, PP 2": How(optimizer="fully_sharded_bucket_space", bucket=700, tp=2, pp=2, dp=2),
     "buckets, TP 2, stacked": How(optimizer="fully_sharded_bucket_space", tp=2, stacked=True),
-    "buckets, padded": How(optimizer="fully_sharded_bucket_space", bucket=700, dp=3, padded=True),
-    "gathered": How(optimizer="dp_zero_gather_scatter"),
     "gathered, TP 2, PP 2": How(optimizer="dp_zero_gather_scatter", tp=2, pp=2, stacked=True),
+    "gathered": How(optimizer="dp_zero_gather_scatter"),
 }
+"""Every second of them has all that sets the others apart."""
 
 
+@pytest.mark.campaign(keep=9)
 @pytest.mark.parametrize("how", EVERY.values(), ids=EVERY)
 def test_every_tensor_is_read_whatever_wrote_it(tmp_path, how):
     of = state()

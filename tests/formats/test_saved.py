@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
+from combined import some_of
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
@@ -126,6 +127,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("optimizer_of", [all_in_one, by_dimension, by_name])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_goes_on_from_what_a_script_saved_of_it(tmp_path, form, optimizer_of):
@@ -468,7 +470,7 @@ def test_a_bit_that_is_flipped_anywhere_is_told_or_changes_nothing(tmp_path):
     torch.save({"w": torch.arange(3.0), "optimizer": {"state": {}, "param_groups": []}, "step": 7}, path)
     data, expected = path.read_bytes(), exact((tensors_of(open_source(path)), open_source(path).progress))
     told = 0
-    for place in range(len(data)):
+    for place in some_of(5, range(len(data))):
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
@@ -477,7 +479,7 @@ def test_a_bit_that_is_flipped_anywhere_is_told_or_changes_nothing(tmp_path):
             assert exact((tensors_of(source), source.progress)) == expected, place
         except HoldfastError:
             told += 1
-    assert told > 100
+    assert told > 30
 
 
 class Runs:
@@ -716,6 +718,7 @@ BESIDE_AVERAGES = {
 }
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("by_names", [False, True])
 @pytest.mark.parametrize("form", BESIDE_AVERAGES)
 def test_averages_are_not_taken_for_the_model(tmp_path, form, by_names):
@@ -818,6 +821,7 @@ SCHEDULES = {
 }  # fmt: skip
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("way", ["a file", "dcp"])
 @pytest.mark.parametrize("form", SCHEDULES)
 def test_a_schedule_goes_on_however_it_was_saved(tmp_path, form, way):
@@ -983,6 +987,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.campaign(cover=2)
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("called", ["model", "mine"])
 @pytest.mark.parametrize("kind", [Numbers, partial(nn.Linear, 1, 1)])

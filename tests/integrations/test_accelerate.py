@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 pytest.importorskip("accelerate")
@@ -17,70 +19,67 @@ def world():
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("habit", ACCELERATE)
 def test_killed_it_ends_the_same(world, tmp_path, habit):
     killed_it_ends_the_same(world, tmp_path, 1, ACCELERATE[habit])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("habit", ["shuffled", "noise and accumulation"])
-def test_killed_two_processes_end_the_same(world, tmp_path, habit):
+def test_killed_two_processes_end_the_same(world, tmp_path):
     """The other habits are in tests/crash."""
-    killed_it_ends_the_same(world, tmp_path, 2, ACCELERATE[habit])
+    killed_it_ends_the_same(world, tmp_path, 2, ACCELERATE["noise and accumulation"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_of_save_state_is_gone_back_to_by_load_state(world, tmp_path, ranks):
-    said = ended(world.run(ranks, root=tmp_path / "run", save_at=8, keep_last=9))
-    assert [each["saved"] for each in said] == [8] * ranks
-    rest = ended(world.run(ranks, root=tmp_path / "run", load=True))
-    assert [each["resumed"] for each in rest] == [8] * ranks
-    compare(rest, ended(world.run_undisturbed(ranks, has_run=False)))
-
-
-def test_load_state_after_resume_is_refused(world, tmp_path):
-    ended(world.run(1, root=tmp_path / "run", save_at=8))
-    [said] = world.run(1, root=tmp_path / "run", load=True, resume_too=True)
-    assert "resume() has brought the run to step 24, and load_state" in said["error"]
-    assert "Call one of them" in said["error"]
+def test_a_step_of_save_state_is_gone_back_to_by_load_state(world, tmp_path):
+    said = ended(world.run(2, root=tmp_path / "run", save_at=8, keep_last=9))
+    assert [each["saved"] for each in said] == [8] * 2
+    rest = ended(world.run(2, root=tmp_path / "run", load=True))
+    assert [each["resumed"] for each in rest] == [8] * 2
+    compare(rest, ended(world.run_undisturbed(2, has_run=False)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", [1, 3])
-def test_another_number_of_ranks_is_refused_by_name(world, tmp_path, others):
+def test_another_number_of_ranks_is_refused_by_name(world, tmp_path):
     ended(world.run(2, root=tmp_path / "run", passes=2))
-    said = world.run(others, root=tmp_path / "run")
-    assert (
-        f"the run was trained by 2 ranks, and here are {others}. A step of the run has 6" in said[0]["error"]
-    )
-    assert f"and here {3 * others} samples" in said[0]["error"]
+    for others in (1, 3):
+        [said, *_] = world.run(others, root=tmp_path / "run")
+        assert (
+            f"the run was trained by 2 ranks, and here are {others}. A step of the run has 6" in said["error"]
+        )
+        assert f"and here {3 * others} samples" in said["error"]
     rest = ended(world.run(2, root=tmp_path / "run"))
     compare(rest, ended(world.run_undisturbed(2, has_run=False)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others, left", [(1, 13), (3, 5)])
-def test_a_loader_that_counts_all_samples_goes_on_with_any_number_of_ranks(world, tmp_path, others, left):
+def test_a_loader_that_counts_all_samples_goes_on_with_any_number_of_ranks(world, tmp_path):
     ended(world.run(2, root=tmp_path / "run", kind="holdfast", stop_at=5))
-    said = ended(world.run(others, root=tmp_path / "run", kind="holdfast"))
-    assert said[0]["resumed"] == 5
-    assert said[0]["steps"] - 5 == left  # of 39 samples
-    assert any("moved the schedule 2 times, once by each" in text for text in said[0]["warnings"])
+    for others, left in ((1, 13), (3, 5)):
+        shutil.copytree(tmp_path / "run", tmp_path / str(others))
+        [said, *_] = ended(world.run(others, root=tmp_path / str(others), kind="holdfast"))
+        assert said["resumed"] == 5
+        assert said["steps"] - 5 == left  # of 39 samples
+        assert any("moved the schedule 2 times, once by each" in text for text in said["warnings"])
 
 
-@pytest.mark.parametrize(
-    "changed, text",
-    [
-        ({"batch": 4}, "a batch size of 3, now it is 4"),
-        ({"samples": 22}, "a dataset of length 23, now it is 22"),
-    ],
-)
-def test_a_place_that_the_script_does_not_have_is_refused(world, tmp_path, changed, text):
-    ended(world.run(1, root=tmp_path / "run", passes=2))
-    [said] = world.run(1, root=tmp_path / "run", **changed)
-    assert said["error"].startswith("RunMismatch") and text in said["error"]
+@pytest.mark.slow
+def test_what_the_run_or_the_script_does_not_have_is_refused(world, tmp_path):
+    """A place in other data, and a step of a folder after ``resume`` has gone to another."""
+    ended(world.run(1, root=tmp_path / "run", passes=2, save_at=8))
+    for changed, kind, text in (
+        ({"batch": 4}, "RunMismatch", "a batch size of 3, now it is 4"),
+        ({"samples": 22}, "RunMismatch", "a dataset of length 23, now it is 22"),
+        (
+            {"load": True, "resume_too": True},
+            "",
+            "resume() has brought the run to step 16, and load_state",
+        ),
+    ):
+        [said] = world.run(1, root=tmp_path / "run", **changed)
+        assert said["error"].startswith(kind) and text in said["error"]
+    assert "Call one of them" in said["error"]
 
 
 @pytest.mark.parametrize(

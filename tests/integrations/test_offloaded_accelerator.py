@@ -51,20 +51,18 @@ def out_of_core(root: Path, **options):
 
 ONE_GROUP_OVER_PASSES = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
 KINDS = {
-    "plain": {},
-    "evaluated": {"evaluates": True},
-    "own loss": {"loss_of": of_logits},
-    "noise": {"noise": True},
-    "by pass": {"by_pass": True},
+    "evaluated": {"evaluates": True, "noise": True},
+    "own loss": {"loss_of": of_logits, "by_pass": True},
     "workers": {"workers": 2},
 }
+INTERRUPTS = {"evaluated": (2, 4, 5, 8), "own loss": (5, 6), "workers": (6,)}
+"""The steps after which each kind is interrupted, one after the other."""
 
 
-@pytest.mark.parametrize("kind", ["evaluated", pytest.param("noise", marks=pytest.mark.slow)])
-def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, kind):
-    plain = train(Accelerator, **KINDS[kind])
+def test_the_numbers_are_those_of_the_unmodified_script(tmp_path):
+    plain = train(Accelerator, **KINDS["evaluated"])
     torch.manual_seed(7)
-    mine = train(out_of_core(tmp_path), **KINDS[kind])
+    mine = train(out_of_core(tmp_path), **KINDS["evaluated"])
     for name in ("losses", "norms", "rates", "evaluated"):
         assert getattr(mine, name) == pytest.approx(getattr(plain, name), rel=1e-5), name
     assert len(mine.losses) == 22 and len(mine.norms) == 8
@@ -141,32 +139,23 @@ def test_a_rate_set_after_clipping_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, step",
-    [
-        ("evaluated", 5),
-        pytest.param("noise", 4, marks=pytest.mark.slow),
-        pytest.param("plain", 2, marks=pytest.mark.slow),
-        pytest.param("noise", 2, marks=pytest.mark.slow),
-        pytest.param("noise", 8, marks=pytest.mark.slow),
-        pytest.param("own loss", 6, marks=pytest.mark.slow),
-        pytest.param("workers", 6, marks=pytest.mark.slow),
-        pytest.param("by pass", 5, marks=pytest.mark.slow),
-        pytest.param("by pass", 6, marks=pytest.mark.slow),
-    ],
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each != "evaluated")) for each in INTERRUPTS]
 )
-def test_an_interrupted_script_ends_the_same(tmp_path, kind, step):
-    def stop(done, accelerator):
-        if done == step:
-            while accelerator.engine.durable_step < step - 1:
-                time.sleep(0.01)
-            accelerator.engine.give_up()  # as a kill does: the state after the step was not taken
-            raise Interrupted
-
+def test_interrupted_again_and_again_it_ends_the_same(tmp_path, kind):
     whole = train(out_of_core(tmp_path / "whole"), **KINDS[kind])
-    torch.manual_seed(7)
-    with pytest.raises(Interrupted):
-        train(out_of_core(tmp_path), **KINDS[kind], after_step=stop)
-    torch.manual_seed(8)  # of no importance, as the run goes on
+    for number, step in enumerate(INTERRUPTS[kind]):
+
+        def stop(done, accelerator, step=step):
+            if done == step:
+                while accelerator.engine.durable_step < step - 1:
+                    time.sleep(0.01)
+                accelerator.engine.give_up()  # as a kill does: the state after the step was not taken
+                raise Interrupted
+
+        torch.manual_seed(7 + number)  # which is of no importance where the run goes on
+        with pytest.raises(Interrupted):
+            train(out_of_core(tmp_path), **KINDS[kind], after_step=stop)
+    torch.manual_seed(3)
     rest = train(out_of_core(tmp_path), **KINDS[kind])
     assert everything(rest) == everything(whole)
     assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]

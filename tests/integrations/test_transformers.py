@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 from functools import cache
@@ -12,56 +13,52 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
 
-from combined import one_in  # noqa: E402
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, attach  # noqa: E402
 from holdfast.state import text_delta  # noqa: E402
 from holdfast.store.commit.retention import Keep  # noqa: E402
 from holdfast.store.log.chain import read_journal  # noqa: E402
 from holdfast.store.run_store import LocalStore  # noqa: E402
+from integrations_interrupt import Interrupt, Interrupted  # noqa: E402
 from survive_run import digest  # noqa: E402
 from trainer_run import SAMPLES, Stream, Texts, everything, make  # noqa: E402
 
 KINDS = {
     "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 3},
-    "workers": {"dataloader_num_workers": 2},
-    "masks": {"data": Texts(noise=True)},
-    "masks and accumulation": {"data": Texts(noise=True), "gradient_accumulation_steps": 2},
-    "groups": {"train_sampling_strategy": "group_by_length"},
-    "drop": {"dataloader_drop_last": True},
+    "masks and accumulation": {"data": Texts(noise=True), "gradient_accumulation_steps": 3},
+    "workers that drop": {"dataloader_num_workers": 2, "dataloader_drop_last": True},
+    "groups in bf16": {"train_sampling_strategy": "group_by_length", "bf16": True},
     "stream": {"data": Stream(), "max_steps": 12},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True},
     "best": {
         "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4,
         "load_best_model_at_end": True,
     },
-    "bf16": {"bf16": True},
     "by epochs": {"eval_strategy": "epoch", "logging_strategy": "epoch"},
     "steps": {"max_steps": 11, "optim": "adafactor"},
     "logged": {"logging_steps": 1},
 }  # fmt: skip
 """8 batches in an epoch, two epochs, the last batch of each short."""
 
-
-class Interrupted(Exception):
-    pass
-
-
-class Interrupt(transformers.TrainerCallback):
-    """Raises at an ``event`` when ``step`` steps are done."""
-
-    def __init__(self, step, event="on_step_begin"):
-        self._step, self._event = step, event
-
-    def __getattribute__(self, name):
-        if name == object.__getattribute__(self, "_event"):
-            return object.__getattribute__(self, "_raise")
-        return object.__getattribute__(self, name)
-
-    def _raise(self, args, state, control, **_):
-        if state.global_step == self._step:
-            raise Interrupted
+BEGIN = "on_step_begin"
+INTERRUPTS = {
+    "plain": [
+        (2, BEGIN, 2), (2, BEGIN, 2), (5, "on_optimizer_step", 5),
+        (6, "on_step_end", 5),  # of the step just done, which is not recorded yet
+        (6, "on_log", 6), (8, BEGIN, 8), (9, BEGIN, 9), (16, "on_train_end", 16),
+    ],
+    "masks and accumulation": [(1, BEGIN, 3), (4, BEGIN, 11)],
+    "workers that drop": [(1, BEGIN, 1), (9, BEGIN, 9)],
+    "groups in bf16": [(3, BEGIN, 3), (8, BEGIN, 8)],
+    "stream": [(0, BEGIN, 0), (9, BEGIN, 9)],
+    "evaluation": [(1, BEGIN, 1), (6, "on_prediction_step", 6), (6, "on_evaluate", 6)],
+    "best": [(0, BEGIN, 0), (7, BEGIN, 7)],
+    "by epochs": [
+        (1, BEGIN, 1), (8, "on_epoch_end", 8), (8, "on_evaluate", 8), (8, "on_epoch_begin", 8), (16, "on_evaluate", 16),
+    ],
+    "steps": [(3, BEGIN, 3), (11, "on_train_end", 11)],
+}  # fmt: skip
+"""Where each kind is interrupted in turn: the step, the event, and the micro-batch that is then the first."""
 
 
 def digests(trainer):
@@ -91,13 +88,17 @@ def resumed(root, kind, **options):
     return trainer
 
 
-def compare(trainer, kind, first=None):
-    """``trainer`` took part of the steps of the undisturbed one, from micro-batch ``first``, to the same end."""
-    losses, end = whole(kind)
+def begins(trainer, kind, first):
+    """The micro-batches of ``trainer`` are those of the undisturbed one from ``first``."""
     own = getattr(trainer, "losses", [])
-    assert own == losses[len(losses) - len(own) :]
-    assert first is None or len(own) == len(losses) - first
-    assert digests(trainer) == end
+    assert own == whole(kind)[0][first : first + len(own)]
+    return first + len(own)
+
+
+def compare(trainer, kind, first):
+    """``trainer`` took the steps of the undisturbed one from micro-batch ``first``, to the same end."""
+    assert begins(trainer, kind, first) == len(whole(kind)[0])
+    assert digests(trainer) == whole(kind)[1]
 
 
 @pytest.fixture(autouse=True)
@@ -106,48 +107,30 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("kind, step", one_in(3, KINDS, [0, 1, 3, 7, 8, 9]))
-def test_interrupted_before_a_step_it_ends_the_same(tmp_path, kind, step):
+@pytest.mark.parametrize("kind", INTERRUPTS)
+def test_interrupted_again_and_again_it_ends_the_same(tmp_path, kind):
+    """Before a step, amid it, and in what comes after it, as its evaluation, in which it is not lost."""
+    first = 0
+    for step, event, then in INTERRUPTS[kind]:
+        begins(interrupted(tmp_path, kind, Interrupt(step, event), base_every=3), kind, first)
+        first = then
+    compare(resumed(tmp_path, kind, base_every=3), kind, first)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind, step", [*itertools.product(INTERRUPTS, [0, 1, 3, 7, 8, 9])])
+def test_interrupted_before_any_step_it_ends_the_same(tmp_path, kind, step):
     if "accumulation" in kind:
         step //= 2
     interrupted(tmp_path, kind, Interrupt(step), base_every=3)
-    compare(resumed(tmp_path, kind, base_every=3), kind)
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize(
-    "kind, step, event, first",
-    [
-        ("plain", 5, "on_optimizer_step", 5),
-        ("plain", 5, "on_step_end", 4),  # of the step just done, which is not recorded yet
-        ("plain", 6, "on_log", 6),
-        ("evaluation", 6, "on_prediction_step", 6),
-        ("evaluation", 6, "on_evaluate", 6),
-        ("by epochs", 8, "on_epoch_end", 8),
-        ("by epochs", 8, "on_evaluate", 8),
-        ("by epochs", 8, "on_epoch_begin", 8),
-        ("by epochs", 16, "on_evaluate", 16),
-        ("plain", 16, "on_train_end", 16),
-    ],
-)
-def test_a_step_is_not_lost_in_its_evaluation(tmp_path, kind, step, event, first):
-    interrupted(tmp_path, kind, Interrupt(step, event))
-    compare(resumed(tmp_path, kind), kind, first)
-
-
-@pytest.mark.slow
-def test_interrupted_again_and_again(tmp_path):
-    for step in (2, 2, 5, 8, 9, 13):
-        interrupted(tmp_path, "plain", Interrupt(step), base_every=3)
-    compare(resumed(tmp_path, "plain"), "plain", 13)
+    trainer = resumed(tmp_path, kind, base_every=3)
+    compare(trainer, kind, len(whole(kind)[0]) - len(getattr(trainer, "losses", [])))
 
 
 @pytest.mark.slow
 def test_a_record_has_of_the_history_what_was_logged_since_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(text_delta, "LONG", 1)
-    for step in (5, 9, 13):
+    for step in (9, 13):
         interrupted(tmp_path, "logged", Interrupt(step), base_every=4, keep=Keep(last=99))
     trainer = resumed(tmp_path, "logged", base_every=4, keep=Keep(last=99))
     compare(trainer, "logged", 13)
@@ -161,27 +144,39 @@ def test_a_record_has_of_the_history_what_was_logged_since_the_one_before(tmp_pa
     assert len(ends) >= 9 and all(end.count("\n") <= 2 for end in ends)  # one of a step, and one of an epoch
 
 
+class Read(Texts):
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return super().__getitem__(i)
+
+
 @pytest.mark.slow
-def test_the_order_of_the_run_goes_before_the_seed_of_the_script(tmp_path):
-    interrupted(tmp_path, "plain", Interrupt(5))
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], seed=7)
-    trainer.train()
+def test_the_order_of_the_run_goes_before_what_the_script_says(tmp_path):
+    """Its seed, and a checkpoint. Batches that were trained on are not read again."""
+    trainer = make("unused")
+    attach(trainer, tmp_path / "run")  # as it is there already
+    trainer.add_callback(Interrupt(5))
+    with pytest.raises(Interrupted):
+        trainer.train()
+    data = Read()
+    trainer = make("unused", data=data, callbacks=[HoldfastCallback(tmp_path / "run")], seed=7)
+    with pytest.warns(UserWarning, match="is not used"):
+        trainer.train(resume_from_checkpoint=True)
     compare(trainer, "plain", 5)
+    assert len(data.read) == SAMPLES - 5 * 3 + SAMPLES
 
 
 @pytest.mark.slow
 def test_recording_changes_no_number_and_a_run_that_has_ended_stays_so(tmp_path):
     compare(resumed(tmp_path, "plain"), "plain", 0)
-    compare(resumed(tmp_path, "plain"), "plain", 16)
     trainer = resumed(tmp_path, "plain")
+    compare(trainer, "plain", 16)
     with pytest.raises(BadInput, match="make another trainer"):
         trainer.train()
-
-
-@pytest.mark.slow
-def test_a_run_of_so_many_steps_ends_in_mid_epoch(tmp_path):
-    compare(resumed(tmp_path, "steps"), "steps", 0)
-    compare(resumed(tmp_path, "steps"), "steps", 11)
 
 
 @pytest.mark.slow
@@ -202,32 +197,6 @@ def test_a_run_that_has_ended_is_given_more_to_do(tmp_path):
     trainer = train(2, HoldfastCallback(tmp_path / "run"))
     assert trainer.losses == at_once.losses[8:]
     assert digests(trainer) == digests(at_once)
-
-
-@pytest.mark.slow
-def test_the_same_trainer_goes_on_after_an_interruption(tmp_path):
-    trainer = interrupted(tmp_path, "plain", Interrupt(5))
-    trainer.pop_callback(Interrupt)
-    trainer.losses.clear()
-    trainer.train()
-    compare(trainer, "plain", 5)
-
-
-@pytest.mark.slow
-def test_batches_that_were_trained_on_are_not_read_again(tmp_path):
-    class Read(Texts):
-        def __init__(self):
-            super().__init__()
-            self.read = []
-
-        def __getitem__(self, i):
-            self.read.append(i)
-            return super().__getitem__(i)
-
-    interrupted(tmp_path, "plain", Interrupt(5))
-    data = Read()
-    make("unused", data=data, callbacks=[HoldfastCallback(tmp_path / "run")]).train()
-    assert len(data.read) == SAMPLES - 5 * 3 + SAMPLES
 
 
 @pytest.mark.slow
@@ -252,34 +221,24 @@ def test_other_callbacks_go_on_counting(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interrupts", [(), (Interrupt(5),)])
-def test_nothing_is_left_behind(tmp_path, interrupts):
+def test_nothing_is_left_behind_and_the_same_trainer_goes_on(tmp_path):
     before = threading.active_count()
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run"), *interrupts])
-    if interrupts:
-        with pytest.raises(Interrupted):
+    trainer = interrupted(tmp_path, "plain", Interrupt(5))
+    for is_complete in (False, True):
+        assert threading.active_count() == before
+        assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
+        assert not {"_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state"} & set(vars(trainer))
+        batches = trainer.callback_handler.train_dataloader.base_dataloader.batch_sampler
+        assert type(batches) is torch.utils.data.BatchSampler
+        if not is_complete:
+            trainer.pop_callback(Interrupt)
+            trainer.losses.clear()
             trainer.train()
-    else:
-        trainer.train()
-    assert threading.active_count() == before
-    assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
-    assert not {"_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state"} & set(vars(trainer))
-    batches = trainer.callback_handler.train_dataloader.base_dataloader.batch_sampler
-    assert type(batches) is torch.utils.data.BatchSampler
+    compare(trainer, "plain", 5)
     shutil.rmtree(tmp_path / "run")  # and no lock: the directory is free
 
 
 # What is refused
-
-
-@pytest.mark.slow
-def test_a_trainer_that_is_there_already_is_attached(tmp_path):
-    trainer = make("unused")
-    attach(trainer, tmp_path / "run")
-    trainer.add_callback(Interrupt(4))
-    with pytest.raises(Interrupted):
-        trainer.train()
-    compare(resumed(tmp_path, "plain"), "plain", 4)
 
 
 def test_a_callback_that_would_record_nothing_says_so(tmp_path):
@@ -287,15 +246,6 @@ def test_a_callback_that_would_record_nothing_says_so(tmp_path):
     trainer.add_callback(HoldfastCallback(tmp_path / "run"))
     with pytest.raises(BadInput, match=r"attach\(trainer, run\)"):
         trainer.train()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_the_trainer_gives_way_to_the_run(tmp_path):
-    interrupted(tmp_path, "plain", Interrupt(5))
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
-    with pytest.warns(UserWarning, match="is not used"):
-        trainer.train(resume_from_checkpoint=True)
-    compare(trainer, "plain", 5)
 
 
 def test_a_run_does_not_begin_at_a_checkpoint(tmp_path):
@@ -306,20 +256,17 @@ def test_a_run_does_not_begin_at_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changed, text",
-    [
+def test_a_place_that_the_script_does_not_have_is_refused(tmp_path):
+    interrupted(tmp_path, "plain", Interrupt(9))
+    for changed, text in (
         ({"per_device_train_batch_size": 4}, "batch_size 3, now it is 4"),
         ({"num_train_epochs": 1}, "is in epoch 2, and the script ends after 1"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 1, now it is 2"),
         ({"data": torch.utils.data.Subset(Texts(), range(9))}, "dataset length 23, now it is 9"),
-    ],
-)
-def test_a_place_that_the_script_does_not_have_is_refused(tmp_path, changed, text):
-    interrupted(tmp_path, "plain", Interrupt(9))
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **changed)
-    with pytest.raises(RunMismatch, match=text):
-        trainer.train()
+    ):
+        trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **changed)
+        with pytest.raises(RunMismatch, match=text):
+            trainer.train()
     compare(resumed(tmp_path, "plain"), "plain", 9)
 
 
@@ -363,20 +310,21 @@ class Counts(transformers.TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, **_):
         self.num_steps += 1
-        model.transformer.drop.p = self.num_steps / 50
+        model.transformer.h[1].mlp.dropout.p = self.num_steps / 50
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")  # by Halves, which is seen
-@pytest.mark.parametrize("kind", [Halves, SetsUp, Counts])
-def test_set_up_of_callbacks_is_not_done_twice(tmp_path, kind):
-    alone = make("unused", callbacks=[kind()])
+def test_set_up_of_callbacks_is_not_done_twice(tmp_path):
+    def kinds():
+        return [Halves(), SetsUp(), Counts()]
+
+    alone = make("unused", callbacks=kinds())
     alone.train()
+    recording = HoldfastCallback(tmp_path / "run", base_every=3)
     with pytest.raises(Interrupted):
-        make(
-            "unused", callbacks=[kind(), HoldfastCallback(tmp_path / "run", base_every=3), Interrupt(11)]
-        ).train()
-    trainer = make("unused", callbacks=[kind(), HoldfastCallback(tmp_path / "run", base_every=3)])
+        make("unused", callbacks=[*kinds(), recording, Interrupt(11)]).train()
+    trainer = make("unused", callbacks=[*kinds(), HoldfastCallback(tmp_path / "run", base_every=3)])
     trainer.train()
     assert trainer.losses == alone.losses[11:]
     assert digests(trainer) == digests(alone)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
+
+from combined import CAMPAIGN
 
 WRITTEN, STEPS = 3, 8
 """How many steps a source is trained, and up to which a target goes on."""
@@ -32,6 +35,19 @@ def form_of(*topologies: str) -> tuple[int, int, bool]:
     return *heads, trains_odd(*topologies)
 
 
+NAMES = [*SIZES]
+COUPLES = {name: (name, NAMES[number - len(NAMES) // 2]) for number, name in enumerate(NAMES)}
+"""Each with one of another kind."""
+IN_COUPLES = [each for name in NAMES[: len(NAMES) // 2] for each in product(COUPLES[name], repeat=2)]
+CELLS = [*product(NAMES, repeat=2)] if CAMPAIGN else IN_COUPLES
+"""Source and target: all of them in a campaign, otherwise two of each row and column, one on the diagonal."""
+
+
+def form_of_cell(source: str, target: str) -> tuple[int, int, bool]:
+    """Outside a campaign the four cells of a couple have one form, so that each topology trains once."""
+    return form_of(source, target) if CAMPAIGN or source in ZERO else form_of(*COUPLES[source])
+
+
 def merged(ranks: list[dict[str, Any]], step: int) -> dict[str, str]:
     """The digests of all tensors at ``step``, which no two ranks may have otherwise."""
     found: dict[str, str] = {}
@@ -44,7 +60,7 @@ def merged(ranks: list[dict[str, Any]], step: int) -> dict[str, str]:
 
 def passed(source: str, target: str) -> str:
     """What stands in a cell that passed."""
-    return TRAINED if trains_odd(source, target) else BUFFERS
+    return TRAINED if form_of_cell(source, target)[-1] else BUFFERS
 
 
 def table(cells: Mapping[tuple[str, str], str]) -> Iterable[str]:

@@ -6,15 +6,10 @@ import shutil
 
 import pytest
 
-from combined import CAMPAIGN
 from dist.world import World
-from matrix.cells import ROUNDED, SIZES, STEPS, WRITTEN, form_of, merged
+from matrix.cells import CELLS, ROUNDED, SIZES, STEPS, WRITTEN, form_of_cell, merged
 
 pytestmark = pytest.mark.matrix
-
-NUMBERED = list(enumerate(SIZES))
-CELLS = [(source, target) for i, source in NUMBERED for j, target in NUMBERED if CAMPAIGN or (i - j) % 4 == 0]
-"""All of them in a campaign, otherwise four of each row and column, the one on the diagonal among them."""
 
 
 @pytest.fixture(scope="module")
@@ -25,51 +20,59 @@ def world():
 
 @pytest.fixture(scope="module")
 def written(world, tmp_path_factory):
-    """By topology and form: a run of ``WRITTEN`` steps, and what its ranks said."""
+    """By topology and form: a run of ``WRITTEN`` steps, the digests of its tensors, and by rank the losses of the same
+    training that went on."""
     made = {}
 
     def of(topology, form):
         if (topology, form) not in made:
             root = tmp_path_factory.mktemp(topology)
-            order = {"topology": topology, "root": root, "steps": WRITTEN, "form": form, "told": [WRITTEN]}
-            said = world.run(SIZES[topology], **order)
-            made[topology, form] = root, merged(said, WRITTEN)
+            order = {"topology": topology, "form": form, "told": [WRITTEN]}
+            said = world.run(SIZES[topology], root=root / "run", steps=WRITTEN, beyond=STEPS, **order)
+            after = said
+            if topology == "engine":  # which ends with its run
+                after = world.run(1, root=root / "whole", steps=STEPS, **order)
+            losses = [rank["losses"][WRITTEN:] for rank in after]
+            made[topology, form] = root / "run", merged(said, WRITTEN), losses
         return made[topology, form]
 
     return of
 
 
 @pytest.fixture(scope="module")
-def losses(world, tmp_path_factory):
-    """By rank, of a training that was never interrupted, from where the others are resumed."""
+def resumed(world, written, tmp_path_factory):
+    """By topology and form: what its ranks said that resumed each source in turn."""
     made = {}
 
-    def of(topology, form):
-        if (topology, form) not in made:
-            root = tmp_path_factory.mktemp(topology) if topology == "engine" else None
-            order = {"topology": topology, "root": root, "steps": STEPS, "form": form, "told": []}
-            said = world.run(SIZES[topology], **order)
-            made[topology, form] = [rank["losses"][WRITTEN:] for rank in said]
-        return made[topology, form]
+    def of(target, form):
+        if (target, form) not in made:
+            root = tmp_path_factory.mktemp(target)
+            sources = {}
+            for source in (
+                one for one, other in CELLS if other == target and form_of_cell(one, other) == form
+            ):
+                sources[source] = place = written(source, form)[0]
+                if (source == "engine") == (target == "engine"):
+                    shutil.copytree(place, root / source)
+                    sources[source] = None
+                # otherwise a run in memory and one out of core are two directories
+            order = {"topology": target, "root": root, "steps": STEPS, "form": form, "told": [WRITTEN]}
+            made[target, form] = world.run(SIZES[target], sources=sources, **order)
+        return made[target, form]
 
     return of
 
 
 @pytest.mark.parametrize("source, target", CELLS)
-def test_what_one_parallelism_wrote_any_other_resumes(world, written, losses, tmp_path, source, target):
-    form = form_of(source, target)
-    root, expected = written(source, form)
-    order = {"topology": target, "root": tmp_path / "run", "steps": STEPS, "form": form, "told": [WRITTEN]}
-    if (source == "engine") == (target == "engine"):
-        shutil.copytree(root, tmp_path / "run")
-    else:  # a run in memory and one out of core are two directories
-        order["source"] = root
-    said = world.run(SIZES[target], **order)
+def test_what_one_parallelism_wrote_any_other_resumes(written, resumed, source, target):
+    form = form_of_cell(source, target)
+    _, expected, losses = written(source, form)
+    said = [rank.get(source, rank) for rank in resumed(target, form)]
     assert merged(said, WRITTEN) == expected
     assert ("scalar/exp_avg" in expected and "empty/exp_avg" in expected) == form[-1]
-    [expected_losses] = losses("plain", form)
+    [expected_losses] = written("plain", form)[2]
     for rank in said:
         assert rank["resumed"] == WRITTEN
         assert rank["losses"] == pytest.approx(expected_losses, rel=1e-6)
     if source == target and source not in ROUNDED:
-        assert [rank["losses"] for rank in said] == losses(source, form)
+        assert [rank["losses"] for rank in said] == losses

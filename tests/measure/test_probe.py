@@ -28,7 +28,7 @@ def test_a_machine_is_measured_in_about_the_time_given(tmp_path):
     said = []
     began = time.perf_counter()
     found = probe_machine(
-        tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=1.0, time_block=a_block, say=said.append
+        tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=0.3, time_block=a_block, say=said.append
     )
     assert time.perf_counter() - began < 30
     assert said == ["the SSD", "a block", "copies", "the host's optimizer"]
@@ -62,14 +62,14 @@ def test_what_was_measured_is_a_profile_with_its_sources(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_the_block_of_a_model_is_timed_unless_that_takes_too_long(dtype):
     model = replace(load_model("gpt-46m"), width=128, sequence=64)  # fast enough on any machine
-    small = measure_block(CPU, model, 1.0, dtype)
+    small = measure_block(CPU, model, 0.2, dtype)
     assert small.what == f"a block of width 128, 64 tokens, in {str(dtype)[6:]}"
     timed = replace(model, gated=True, biases=False)
     assert small.flop_per_second == pytest.approx(
         4 * timed.forward_flop / (small.forward_seconds + small.backward_seconds)
     )
     with pytest.warns(UserWarning, match="a block of GPT of 175 billion parameters would take about"):
-        other = measure_block(CPU, load_model("gpt-175b"), 1.0, dtype)
+        other = measure_block(CPU, load_model("gpt-175b"), 0.2, dtype)
     assert other.what == f"a block of width 512, 256 tokens, in {str(dtype)[6:]}"
 
 

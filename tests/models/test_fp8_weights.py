@@ -62,6 +62,7 @@ def resident_loop(folder, begun, steps=STEPS, **options):
     return losses, {key: value for key, value in state.items() if key.rpartition("/")[0] in trained}
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", [ON_SSD, KEPT, holdfast.Placement()], ids=["ssd", "host", "auto"])
 @pytest.mark.parametrize(
     ("make", "options"),
@@ -235,7 +236,8 @@ def test_other_fp8_is_refused_by_name(tmp_path, told, error, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [qwen3_moe, deepseek_v3])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("make", [deepseek_v3, qwen3_moe])
 def test_experts_stay_packed_and_adapters_beside_them_equal_peft(tmp_path, make):
     """Published one by one, held by one tensor of a layer, and unpacked one by one again."""
     folder = as_fp8(write_folder(tmp_path / "plain", make), tmp_path / "folder", (4, 8))

@@ -44,6 +44,7 @@ def micro_batches():
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("make", [tiny_folders.llama, tiny_folders.qwen3, tiny_folders.llama_tied])
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_quantised_folder_trains_adapters_that_peft_loads(tmp_path, kind, make):

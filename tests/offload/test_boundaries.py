@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import UserDict
+from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -329,10 +330,55 @@ def check(directory, kind, data=lambda step: batches(step, 2), shares=mean, **op
     assert differing(stored(directory), expected) == []
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_bit_equals_a_plain_loop(tmp_path, kind, setting):
     check(tmp_path, kind, **SETTINGS[setting])
+
+
+class Encoder(nn.Module):
+    """PyTorch's own encoder layers, whose kernels depend on what requires grad."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.layers = nn.TransformerEncoder(layer, 3).layers
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_torchs_own_encoder_layers_have_every_bit_in_evaluations_too(tmp_path, setting):
+    torch.manual_seed(0)
+    model = Encoder()
+    twin = deepcopy(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
+    for step in range(3):
+        made = [model(**batch) for batch in batches(step, 2)]
+        for loss in made:
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in made) / 2)
+    model.eval()
+    with torch.no_grad():
+        evaluated = sum(model(**batch).item() for batch in batches(3, 2)) / 2
+    with holdfast.offload(
+        twin,
+        torch.optim.AdamW(twin.parameters(), lr=1e-2),
+        tmp_path,
+        **grouped(dtype="fp32", **SETTINGS[setting]),
+    ) as engine:
+        assert [engine.step(batches(step, 2)) for step in range(3)] == losses
+        assert engine.evaluate(batches(3, 2)) == evaluated
+    assert differing(stored(tmp_path), state_of(model, optimizer)) == []
 
 
 def of_many_lengths(step):
@@ -928,6 +974,7 @@ def test_hooks_inside_of_blocks_and_after_them_are_called(tmp_path):
     ],
 )
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.campaign(cover=True)
 def test_blocks_run_once_and_in_order(tmp_path, order, said, schedule):
     class Wandering(Model):
         def run(self, x, tokens):

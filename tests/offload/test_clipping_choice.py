@@ -7,16 +7,11 @@ import random
 import pytest
 
 import holdfast
-from combined import one_in
 from holdfast.offload.setup import run_planning, step_planning
 from holdfast.offload.step_choices import DEFER, SPECULATE, ClippingChoice
 from holdfast.quantities import MiB
-from offload.test_clipping import SOME, engine_of, on_ssd
-from plain_loops import PLACEMENTS, check
+from offload.test_clipping import engine_of
 from training import batches
-
-STEPS = 20
-"""Steps of a run whose ways change: with fewer, some way has no step that clips or none that does not."""
 
 
 def spent(clips, waiting=1.0, right=0.7, wrong=1.5, noise=0.02):
@@ -67,39 +62,6 @@ def test_choice_is_near_the_better_way(share):
     seconds, _ = spent(clips)
     guessing = sum(1.5 if clipped else 0.7 for clipped in clips)
     assert sum(seconds) < 1.06 * min(1000, guessing)
-
-
-@pytest.fixture
-def changing(monkeypatch):
-    """Ways of clipping that change in every other step, whatever the times."""
-    modes = []
-
-    def over(self, mode, clipped, seconds):
-        modes.append((mode, clipped))
-        self.mode = SPECULATE if len(modes) % 4 in (1, 2) else DEFER
-
-    monkeypatch.setattr(ClippingChoice, "over", over)
-    return modes
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize(
-    "num_micro_batches, placement, delayed_fraction", one_in(2, [1, 3], PLACEMENTS, [0.0, 0.5, 1.0])
-)
-def test_changing_ways_have_every_bit_of_a_plain_loop(
-    tmp_path, changing, num_micro_batches, placement, delayed_fraction
-):
-    options = {"delayed_fraction": delayed_fraction, **PLACEMENTS[placement]}
-    check(tmp_path, STEPS, num_micro_batches, SOME[num_micro_batches], clipping="auto", **options)
-    assert {*changing} == {(mode, clipped) for mode in (DEFER, SPECULATE) for clipped in (True, False)}
-
-
-@pytest.mark.slow
-def test_changing_ways_with_gradients_on_the_ssd_have_every_bit(tmp_path, monkeypatch, changing):
-    on_ssd(monkeypatch)
-    check(tmp_path, STEPS, 3, SOME[3], clipping="auto", delayed_fraction=0.34, **PLACEMENTS["mixed"])
-    assert {*changing} >= {(DEFER, True), (SPECULATE, True)}
 
 
 def ways_of(engine):

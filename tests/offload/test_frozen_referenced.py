@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,41 +37,66 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "i
 STEPS = 3
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("made") / "folder")
+
+
+@pytest.fixture
+def folder(in_memory, made):
+    """A copy, which may be changed."""
+    return shutil.copytree(made, in_memory / "folder")
+
+
+@pytest.fixture(scope="module")
+def copied(made, tmp_path_factory):
+    """A run of four steps that copies the folder: its losses, the values after the last two, its reads and bytes."""
+    run = tmp_path_factory.mktemp("copied")
+    losses, values, reads = [], {}, []
+    with opened(made, run, reference=False) as engine:
+        for step in range(4):
+            losses.append(engine.step(micro_batches(step)))
+            reads.append(engine.last["read_bytes"])
+            if step >= 2:
+                values[step] = {name: value.clone() for name, value in engine.state_dict().items()}
+    assert not referenced(run)
+    preflight, atoms = engine.preflight, read_atoms(run)
+    return SimpleNamespace(
+        losses=losses, values=values, reads=reads, preflight=preflight, bytes=bytes_of(run), atoms=atoms
+    )
+
+
 def bytes_of(directory):
     return sum(os.path.getsize(each) for each in directory.rglob("*") if each.is_file())
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("placement", [{}, {"params_on_host": 1.0}, {"activations_on_host": 0.0}])
-def test_bits_are_those_of_a_copy(in_memory, placement):
-    folder, there = folder_of(in_memory / "folder"), holdfast.Placement(**placement)
-    copied = train(folder, in_memory / "copied", range(STEPS), reference=False, placement=there)
-    losses = train(folder, in_memory / "run", range(2), placement=there)[0]
-    found = train(folder, in_memory / "run", range(2, STEPS), placement=there)
-    assert losses + found[0] == copied[0]
-    assert differing(found[1], copied[1]) == []
-    here, there = read_atoms(in_memory / "run"), read_atoms(in_memory / "copied")
-    assert differing(here, there) == []
-    assert len(referenced(in_memory / "run")) == 4 and not referenced(in_memory / "copied")
+def test_bits_are_those_of_a_copy(in_memory, made, copied, placement):
+    there = holdfast.Placement(**placement)
+    losses = train(made, in_memory / "run", range(2), placement=there)[0]
+    found = train(made, in_memory / "run", range(2, 4), placement=there)
+    assert losses + found[0] == copied.losses
+    assert differing(found[1], copied.values[3]) == []
+    assert differing(read_atoms(in_memory / "run"), copied.atoms) == []
+    assert len(referenced(in_memory / "run")) == 4
 
 
-def test_a_block_lies_in_two_shards_and_is_read_whole(in_memory):
-    folder = folder_of(in_memory / "folder")
-    train(folder, in_memory / "run", range(1))
+def test_a_block_lies_in_two_shards_and_is_read_whole(in_memory, made):
+    train(made, in_memory / "run", range(1))
     disk = LocalStore.read(in_memory / "run", direct=False).disk
     read = [reference_at(disk, file.path) for file in referenced(in_memory / "run").values()]
     assert len({name for each in read for name in each.files}) == 3
     assert max(len(each.files) for each in read) == 2
 
 
-def test_nothing_of_the_base_is_written_and_a_pass_reads_as_much(in_memory):
-    folder = folder_of(in_memory / "folder")
-    _, _, copied = train(folder, in_memory / "copied", range(STEPS), reference=False)
-    _, _, engine = train(folder, in_memory / "run", range(STEPS))
+def test_nothing_of_the_base_is_written_and_a_pass_reads_as_much(in_memory, made, copied):
+    _, _, engine = train(made, in_memory / "run", range(STEPS))
     base = 2 * engine.preflight.streamed_parameters
-    assert bytes_of(in_memory / "copied") - bytes_of(in_memory / "run") > 0.9 * base
+    assert copied.bytes - bytes_of(in_memory / "run") > 0.9 * base
     assert copied.preflight.needed_bytes - engine.preflight.needed_bytes > 0.9 * base
     assert engine.last["read_bytes"] == engine.preflight.read_bytes_per_step
-    assert engine.last["read_bytes"] == copied.last["read_bytes"]
+    assert engine.last["read_bytes"] == copied.reads[2]
 
 
 def names_in(run):
@@ -98,23 +124,22 @@ def remove_shard(folder):
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     ("change", "error"), [(changed_byte, ChunkCorrupt), (cut_short, FileMissing), (remove_shard, FileMissing)]
 )
-def test_a_changed_folder_is_refused_with_nothing_written(in_memory, change, error):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
-    shutil.copytree(folder, in_memory / "whole")
+def test_a_changed_folder_is_refused_with_nothing_written(in_memory, folder, made, copied, change, error):
+    run = in_memory / "run"
     train(folder, run, range(2))
     change(folder)
     before = names_in(run)
     for source in (folder, None):
         with pytest.raises(error) as raised:
-            resumed(in_memory / "whole", run, source)
+            resumed(made, run, source)
         assert str(folder) in str(raised.value) and "holdfast.pretrained(FOLDER" in str(raised.value)
         assert names_in(run) == before
-    copied = train(in_memory / "whole", in_memory / "copied", range(STEPS), reference=False)
-    found = train(in_memory / "whole", run, range(2, STEPS))  # the way out that the message names
-    assert found[0] == copied[0][2:] and differing(found[1], copied[1]) == []
+    found = train(made, run, range(2, STEPS))  # the way out that the message names
+    assert found[0] == copied.losses[2:STEPS] and differing(found[1], copied.values[2]) == []
     shutil.rmtree(folder)
     assert LocalStore.read(run, direct=False).newest_whole()[1] == []
 
@@ -125,8 +150,7 @@ def resumed(model_folder, run, source):
     return offloaded(model, run, None if source is None else Weights(source, model, reference=True))
 
 
-def test_a_change_during_training_fails_the_pass(in_memory):
-    folder = folder_of(in_memory / "folder")
+def test_a_change_during_training_fails_the_pass(in_memory, folder):
     said = r"layers\.\d.*which was changed since the run began"
     with pytest.raises(ChunkCorrupt, match=said), opened(folder, in_memory / "run") as engine:
         engine.step(micro_batches(0))
@@ -135,9 +159,8 @@ def test_a_change_during_training_fails_the_pass(in_memory):
             engine.step(micro_batches(step))
 
 
-def test_a_lost_folder_makes_no_commit(in_memory):
+def test_a_lost_folder_makes_no_commit(in_memory, folder, copied):
     """The files are still open, so passes go on, but no step is published that could not be resumed."""
-    folder = folder_of(in_memory / "folder")
     with pytest.raises(FileMissing, match=r"cannot be read"), opened(folder, in_memory / "run") as engine:
         engine.step(micro_batches(0))
         engine.wait()
@@ -145,27 +168,26 @@ def test_a_lost_folder_makes_no_commit(in_memory):
         engine.step(micro_batches(1))
         engine.wait()
     losses = train(in_memory / "moved", in_memory / "run", range(1, STEPS))[0]
-    assert losses == train(in_memory / "moved", in_memory / "copied", range(STEPS), reference=False)[0][1:]
+    assert losses == copied.losses[1:STEPS]
 
 
-def test_a_run_goes_from_a_reference_to_a_copy_and_back(in_memory):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
-    copied = train(folder, in_memory / "copied", range(4), reference=False)
+def test_a_run_goes_from_a_reference_to_a_copy_and_back(in_memory, made, copied):
+    folder, run = made, in_memory / "run"
     losses = train(folder, run, range(1))[0]
     with pytest.warns(
         UserWarning, match=r"are copied into it: pass holdfast.pretrained\(FOLDER, reference=True\)"
     ):
         losses += train(folder, run, range(1, 3), reference=False)[0]
     assert not referenced(run) and not list(run.rglob("*.reference"))
-    assert bytes_of(run) > bytes_of(in_memory / "copied") * 0.9
+    assert bytes_of(run) > copied.bytes * 0.9
     losses += train(folder, run, range(3, 4))[0]
-    assert len(referenced(run)) == 4 and losses == copied[0]
+    assert len(referenced(run)) == 4 and losses == copied.losses
     train(folder, run, range(4, 6))
-    assert not list(run.rglob("*.frozen*.safetensors")) and bytes_of(run) < bytes_of(in_memory / "copied") / 4
+    assert not list(run.rglob("*.frozen*.safetensors")) and bytes_of(run) < copied.bytes / 4
 
 
-def test_another_base_is_refused_where_the_run_has_a_copy(in_memory):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+def test_another_base_is_refused_where_the_run_has_a_copy(in_memory, folder):
+    run = in_memory / "run"
     train(folder, run, range(1), reference=False)
     changed_byte(folder)
     with pytest.raises(ChunkCorrupt, match=r"read from .*folder"):
@@ -173,12 +195,11 @@ def test_another_base_is_refused_where_the_run_has_a_copy(in_memory):
     assert train(folder, run, range(1, 2), reference=False)[0]
 
 
-def test_a_run_with_references_goes_on_without_a_source(in_memory):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
-    copied = train(folder, in_memory / "copied", range(3), reference=False)
-    train(folder, run, range(2))
-    with resumed(folder, run, None) as engine:
-        assert engine.step(micro_batches(2)) == copied[0][2]
+def test_a_run_with_references_goes_on_without_a_source(in_memory, made, copied):
+    run = in_memory / "run"
+    train(made, run, range(2))
+    with resumed(made, run, None) as engine:
+        assert engine.step(micro_batches(2)) == copied.losses[2]
         assert engine.evaluate(micro_batches(9)) > 0
     assert len(referenced(run)) == 4
 
@@ -195,6 +216,7 @@ def test_streamed_embedding_and_head_are_read_from_the_folder_too(in_memory):
     assert losses == copied[0] and len(referenced(run)) == 4
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_are_read_as_they_lie(in_memory, dtype):
     """In fp32 and fp16 the compute copy is in the scratch, and the frozen file is read when a run begins."""
@@ -214,26 +236,27 @@ def test_experts_that_are_stored_one_by_one_are_copied(in_memory):
     assert found[0] == copied[0] and len(referenced(in_memory / "run")) == 1
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+@pytest.mark.campaign(keep=2)
+@pytest.mark.parametrize("kind", ["nf4", "fp8", "int8"])
 def test_packed_weights_are_read_from_the_folder(in_memory, kind):
     if kind != "fp8":
         pytest.importorskip("bitsandbytes")
     folder = write_quantised(in_memory / "folder", kind, wide_llama)
-    copied = train(folder, in_memory / "copied", range(3), reference=False)
-    losses = train(folder, in_memory / "run", range(2))[0]
-    found = train(folder, in_memory / "run", range(2, 3))
+    copied = train(folder, in_memory / "copied", range(2), reference=False)
+    losses = train(folder, in_memory / "run", range(1))[0]
+    found = train(folder, in_memory / "run", range(1, 2))
     assert losses + found[0] == copied[0] and differing(found[1], copied[1]) == []
     assert len(referenced(in_memory / "run")) == 4
 
 
-def test_earlier_versions_refuse_such_a_run(in_memory):
-    train(folder_of(in_memory / "folder"), in_memory / "run", range(1))
+def test_earlier_versions_refuse_such_a_run(in_memory, made):
+    train(made, in_memory / "run", range(1))
     path = max((in_memory / "run" / "commits").iterdir())
     with pytest.raises(RunMismatch, match="format version 2"):
         unseal(path.read_bytes(), str(path))
 
 
-def test_a_refused_beginning_leaves_no_reference_behind(in_memory):
+def test_a_refused_beginning_leaves_no_reference_behind(in_memory, made):
     """Of the second block, when the first one has its reference."""
     run, calls = in_memory / "run", []
 
@@ -244,48 +267,44 @@ def test_a_refused_beginning_leaves_no_reference_behind(in_memory):
         for parameter in module.parameters(recurse=False):
             torch.nn.init.ones_(parameter)
 
-    folder = folder_of(in_memory / "folder")
     with pytest.raises(BadInput, match="not now"):
-        opened(folder, run, init=refuse)
+        opened(made, run, init=refuse)
     assert calls and not list(run.rglob("*.reference*"))
 
 
-def test_references_of_an_interrupted_beginning_are_used_or_removed(in_memory):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
-    train(folder, in_memory / "other", range(1))
+def test_references_of_an_interrupted_beginning_are_used_or_removed(in_memory, made, copied):
+    run = in_memory / "run"
+    train(made, in_memory / "other", range(1))
     (run / "data").mkdir(parents=True)
     for each in (in_memory / "other" / "data").glob("*.reference"):
         shutil.copy(each, run / "data" / each.name)
         (run / "data" / f"{each.name}.tmp").write_bytes(b"half")
-    copied = train(folder, in_memory / "copied", range(1), reference=False)
-    assert train(folder, run, range(1), reference=False)[0] == copied[0]
+    assert train(made, run, range(1), reference=False)[0] == copied.losses[:1]
     assert not list(run.rglob("*.reference*"))
 
 
-def test_a_folder_of_links_is_read_through_them(in_memory):
+def test_a_folder_of_links_is_read_through_them(in_memory, made, copied):
     """As the hub's cache has them."""
-    blobs, folder = folder_of(in_memory / "blobs"), in_memory / "snapshot"
+    folder = in_memory / "snapshot"
     folder.mkdir()
-    for each in blobs.iterdir():
+    for each in made.iterdir():
         (folder / each.name).symlink_to(each)
-    losses = train(folder, in_memory / "run", range(2))[0]
-    assert losses == train(blobs, in_memory / "copied", range(2), reference=False)[0]
+    assert train(folder, in_memory / "run", range(2))[0] == copied.losses[:2]
 
 
-def test_a_damaged_reference_is_put_right_by_a_resume_with_its_folder(in_memory):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+def test_a_damaged_reference_is_put_right_by_a_resume_with_its_folder(in_memory, made, copied):
+    folder, run = made, in_memory / "run"
     train(folder, run, range(1))
     path = min(run.rglob("*.reference"))
     path.write_bytes(path.read_bytes().replace(b'"folder"', b'"fodder"'))
     with pytest.raises(Damaged, match="damaged: it fails its own digest"):
         resumed(folder, run, None)
-    copied = train(folder, in_memory / "copied", range(2), reference=False)
-    assert train(folder, run, range(1, 2))[0] == copied[0][1:]
+    assert train(folder, run, range(1, 2))[0] == copied.losses[1:2]
     assert LocalStore.read(run, direct=False).newest_whole()[1] == []
 
 
-def test_another_base_leaves_the_reference_of_older_commits(in_memory):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
+def test_another_base_leaves_the_reference_of_older_commits(in_memory, folder):
+    run = in_memory / "run"
     train(folder, run, range(1))
     shutil.copytree(folder, in_memory / "other")
     changed_byte(in_memory / "other")
@@ -298,11 +317,10 @@ def test_another_base_leaves_the_reference_of_older_commits(in_memory):
     assert oldest.referenced and reader.verify(oldest) == []
 
 
-def test_a_run_whose_folder_was_moved_may_copy_it_from_there(in_memory):
-    folder, run = folder_of(in_memory / "folder"), in_memory / "run"
-    copied = train(folder, in_memory / "copied", range(2), reference=False)
+def test_a_run_whose_folder_was_moved_may_copy_it_from_there(in_memory, folder, copied):
+    run = in_memory / "run"
     train(folder, run, range(1))
     folder.rename(in_memory / "moved")
     with pytest.warns(UserWarning, match="are copied into it"):
         losses = train(in_memory / "moved", run, range(1, 2), reference=False)[0]
-    assert losses == copied[0][1:] and not referenced(run)
+    assert losses == copied.losses[1:2] and not referenced(run)

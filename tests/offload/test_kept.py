@@ -1,57 +1,13 @@
-"""Blocks that are not computed again in the backward pass: the bits of a loop that keeps all of its graph."""
+"""Blocks that are not computed again in the backward pass run once, and they and their inputs are read once."""
 
 from __future__ import annotations
 
 import pytest
 
 import holdfast
-from combined import one_in
 from holdfast.errors import BadInput
-from holdfast.offload.setup import run_planning
-from offload.test_overlap import check_snake
-from plain_loops import PLACEMENTS, STEPS, check
-from streams import Apart
 from support.grouped import grouped
-from training import adamw, batches, decoder, differing, read_atoms, stored
-
-PARTS = [0.0, 0.5]
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize(
-    "num_micro_batches, placement, recomputed_fraction, clip_norm, schedule",
-    one_in(4, [1, 2, 3, 5], PLACEMENTS, PARTS, [None, 0.5], ["vertical", "horizontal"]),
-)
-def test_steps_have_every_bit_of_a_plain_loop(
-    tmp_path, num_micro_batches, placement, recomputed_fraction, clip_norm, schedule
-):
-    options = {"recomputed_fraction": recomputed_fraction, "schedule": schedule, **PLACEMENTS[placement]}
-    check(tmp_path, STEPS, num_micro_batches, clip_norm, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recomputed_fraction", PARTS)
-def test_dropout_draws_what_a_plain_loop_draws(tmp_path, recomputed_fraction):
-    options = {"recomputed_fraction": recomputed_fraction, "delayed_fraction": 0.5, **PLACEMENTS["mixed"]}
-    check(tmp_path, STEPS, 3, 0.5, dropout=0.2, **options)
-    assert differing(read_atoms(tmp_path), stored(tmp_path)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("num_micro_batches, placement", one_in(2, [1, 2, 5], PLACEMENTS))
-def test_a_snake_has_its_own_bits(tmp_path, num_micro_batches, placement):
-    check_snake(tmp_path, num_micro_batches, 0.5, recomputed_fraction=0.5, **PLACEMENTS[placement])
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, placement, schedule):
-    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
-    check(tmp_path, 4, 3, None, recomputed_fraction=0.5, schedule=schedule, **PLACEMENTS[placement])
+from training import adamw, batches, decoder, differing, stored
 
 
 def runs_of_blocks(directory, steps=1, **options):

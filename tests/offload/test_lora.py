@@ -61,6 +61,7 @@ def plain_loop(model):
     return state_of(model, optimizer)
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("make", EVERY)
 def test_adapters_equal_a_plain_loop_and_resume(tmp_path, make, schedule):

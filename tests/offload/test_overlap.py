@@ -1,146 +1,30 @@
-"""Delayed updates and the snake order: the bits of a loop that knows of neither, and nobody sees a weight too early."""
+"""Delayed updates and the snake order: nobody sees a weight too early, and nothing is lost."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
 
 import pytest
 import torch
 
 import holdfast
-from combined import one_in
 from holdfast.errors import BadInput
-from holdfast.offload.setup import run_planning
-from plain_loops import PLACEMENTS, STEPS, check, model_with_a_frozen_parameter, plain_loop
-from streams import Apart
+from plain_loops import STEPS, Task, model_with_a_frozen_parameter, plain_loop
 from support.grouped import grouped
 from support.held_operations import Held
-from training import adamw, batches, decoder, differing, state_of, stored, warm_up
-
-FRACTIONS = [0.25, 0.5, 1.0]
+from training import adamw, batches, differing, state_of, stored, warm_up
 
 
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize(
-    "num_micro_batches, placement, delayed_fraction, clip_norm",
-    one_in(4, [1, 2, 3, 5], PLACEMENTS, FRACTIONS, [None, 0.5]),
-)
-def test_delayed_steps_have_every_bit_of_a_plain_loop(
-    tmp_path, num_micro_batches, placement, delayed_fraction, clip_norm
-):
-    options = {"delayed_fraction": delayed_fraction, **PLACEMENTS[placement]}
-    check(tmp_path, STEPS, num_micro_batches, clip_norm, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(keep=1)
-@pytest.mark.parametrize("delayed_fraction", FRACTIONS)
-def test_dropout_draws_the_same_when_updates_are_delayed(tmp_path, delayed_fraction):
-    check(tmp_path, STEPS, 3, None, dropout=0.2, delayed_fraction=delayed_fraction, **PLACEMENTS["mixed"])
-
-
-# The snake against its own reference
-
-
-def turned(name: str, last: int, count: int) -> list[int]:
-    """The order in which a snake adds the gradients of parameter ``name``."""
-    if name.startswith("blocks."):
-        block = int(name.split(".")[1])
-    else:  # the prologue goes with block 0, the epilogue with the last block
-        block = 0 if name.startswith("embed") else last
-    return list(range(count))[:: -1 if block % 2 else 1]
-
-
-@cache
-def snake_loop(num_micro_batches, clip_norm, blocks, dropout=0.0):
-    """Ordinary PyTorch, but for the order in which each parameter's gradients are added up."""
-    model = decoder(blocks=blocks, dropout=dropout)
-    optimizer, losses, states = adamw(model, fused=True), [], []
-    scheduler = warm_up(optimizer)
-    with holdfast.keyed_rng(model) as keys:
-        for step in range(STEPS):
-            made, total = [], 0.0
-            for m, batch in enumerate(batches(step, num_micro_batches)):
-                keys.at(step, m)
-                loss = model(**batch)
-                (loss / num_micro_batches).backward()
-                made.append({name: p.grad for name, p in model.named_parameters()})
-                optimizer.zero_grad()
-                total += loss.item()
-            for name, p in model.named_parameters():
-                for m in turned(name, blocks - 1, num_micro_batches):
-                    p.grad = made[m][name].clone() if p.grad is None else p.grad.add_(made[m][name])
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(total / num_micro_batches)
-            states.append(state_of(model, optimizer))
-    return losses, states
-
-
-def check_snake(directory, num_micro_batches, clip_norm, blocks=6, dropout=0.0, **options):
-    losses, states = snake_loop(num_micro_batches, clip_norm, blocks, dropout)
-    model = decoder(blocks=blocks, dropout=dropout)
-    optimizer = adamw(model)
-    with holdfast.offload(
-        model,
-        optimizer,
-        directory,
-        **grouped(scheduler=warm_up(optimizer), dtype="fp32", clip_norm=clip_norm, order="snake", **options),
-    ) as engine:
-        assert [engine.step(batches(step, num_micro_batches)) for step in range(STEPS)] == losses
-    assert differing(stored(directory), states[-1]) == []
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize(
-    "num_micro_batches, placement, clip_norm", one_in(2, [1, 2, 3, 5], PLACEMENTS, [None, 0.5])
-)
-def test_a_snake_has_every_bit_of_a_loop_that_adds_up_odd_blocks_the_other_way(
-    tmp_path, num_micro_batches, placement, clip_norm
-):
-    check_snake(tmp_path, num_micro_batches, clip_norm, **PLACEMENTS[placement])
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(keep=3)
-@pytest.mark.parametrize("delayed_fraction", FRACTIONS)
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_a_snake_of_any_length_may_be_delayed(tmp_path, blocks, delayed_fraction):
-    options = {"delayed_fraction": delayed_fraction, **PLACEMENTS["mixed"]}
-    check_snake(tmp_path, 3, None, blocks=blocks, dropout=0.2, **options)
-
-
-@pytest.mark.slow
-def test_up_to_two_micro_batches_a_snake_has_the_bits_of_the_plain_order_and_then_other_ones():
-    """Other bits of sums, as their first moments show in the first step: later ones make much of little."""
+def test_from_three_micro_batches_on_a_snake_has_other_bits_of_sums():
+    """As their first moments show in the first step: later ones make much of little."""
     for count, same in ((1, True), (2, True), (3, False)):
-        snake, plain = snake_loop(count, None, 6)[1], straight(count)
+        snake, plain = (plain_loop(Task(count=count, snake=turned)).states for turned in (True, False))
         assert (differing(snake[-1], plain[-1]) == []) is same
         moments = [name for name in plain[0] if name.endswith("exp_avg")]
         assert len(moments) > 6
         for name in moments:
             largest = plain[0][name].abs().max()
             assert (snake[0][name] - plain[0][name]).abs().max() <= 4 * torch.finfo().eps * largest
-
-
-def straight(count):
-    model = decoder()
-    optimizer = adamw(model, fused=True)
-    scheduler, states = warm_up(optimizer), []
-    for step in range(STEPS):
-        for batch in batches(step, count):
-            (model(**batch) / count).backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        states.append(state_of(model, optimizer))
-    return states
 
 
 # Nobody sees what a delayed update has yet to do
@@ -158,13 +42,14 @@ def delayed_engine(directory, delayed_fraction=0.5, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("delayed_fraction", [0.5, 1.0])
 def test_whatever_reads_weights_reads_those_of_the_step_that_was_returned(
     tmp_path, monkeypatch, delayed_fraction
 ):
     """Each reader comes first after a step, while every delayed update of that step has yet to begin."""
-    _, _, states = plain_loop(2, None)
-    twin = decoder().eval()
+    states = plain_loop(Task()).states
+    twin = model_with_a_frozen_parameter().eval()
     prompt = batches(9, 1)[0]["tokens"][:1]
 
     def evaluates(engine, state):
@@ -225,7 +110,7 @@ def test_a_step_that_was_returned_keeps_its_own_hyper_parameters(tmp_path, monke
 
 @pytest.mark.slow
 def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path, monkeypatch):
-    _, _, states = plain_loop(2, None)
+    states = plain_loop(Task()).states
     updates = Held(monkeypatch, "update")
     with delayed_engine(tmp_path, 1.0) as engine, updates:
         engine.step(batches(0, 2))
@@ -237,7 +122,7 @@ def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path, monkeyp
             held = {f"{name}/param": value for name, value in engine.state_dict().items()}
         assert updates.steps == {0, 1}
         found = engine.evaluate(batches(7, 2))
-    twin = decoder().eval()
+    twin = model_with_a_frozen_parameter().eval()
     twin.load_state_dict({name: states[0][f"{name}/param"] for name in twin.state_dict()})
     with torch.no_grad():
         assert found == sum(twin(**batch).item() for batch in batches(7, 2)) / 2
@@ -250,9 +135,9 @@ def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_under_another_fraction(tmp_path):
-    losses, _, states = plain_loop(3, None)
+    losses, states = plain_loop(Task(count=3))[0], plain_loop(Task(count=3)).states
     done = 0
-    for fraction, until in ((0.0, 2), (1.0, 4), (0.25, 6), (0.5, STEPS)):
+    for fraction, until in ((0.0, 1), (1.0, 3), (0.5, STEPS)):
         with delayed_engine(tmp_path, fraction) as engine:
             assert engine.steps_done == done
             for step in range(done, until):
@@ -264,7 +149,7 @@ def test_a_run_goes_on_bit_for_bit_under_another_fraction(tmp_path):
 @pytest.mark.slow
 def test_a_commit_holds_every_update_of_its_step(tmp_path, monkeypatch):
     """Each commit that is published while the next step runs is the state of its own step, delayed or not."""
-    _, _, states = plain_loop(2, None)
+    states = plain_loop(Task()).states
     updates = Held(monkeypatch, "update")
     with delayed_engine(tmp_path, 0.5) as engine, updates:
         seen = set()
@@ -286,7 +171,7 @@ def test_a_commit_holds_every_update_of_its_step(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_save_between_commits_has_the_delayed_updates_too(tmp_path, monkeypatch):
-    _, _, states = plain_loop(2, None)
+    states = plain_loop(Task()).states
     updates = Held(monkeypatch, "update")
     with delayed_engine(tmp_path, 1.0, commit_every=0) as engine, updates:
         for step in range(3):
@@ -340,17 +225,3 @@ def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, ac
         engine.wait()
         idle = [b.kind for held in engine._run.residency.pool._idle.values() for b in held]
         assert ("gradients" in idle) is not bool(activations_on_host)
-
-
-# A device that is not host memory
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, num_micro_batches, placement):
-    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
-    options = {"delayed_fraction": 0.5, **PLACEMENTS[placement]}
-    check(tmp_path / "plain", 4, num_micro_batches, None, **options)
-    check_snake(tmp_path / "snake", num_micro_batches, None, **options)

@@ -1,143 +1,38 @@
-"""fp16 with a loss scale: the bits of a loop with ``torch.amp.GradScaler``, through overflows, growth and resumes."""
+"""fp16 with a loss scale that moves as that of ``torch.amp.GradScaler``, through resumes too."""
 
 from __future__ import annotations
-
-from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
 
 import holdfast
-from combined import one_in
 from holdfast import LossScale
 from holdfast.errors import BadInput
-from holdfast.offload.setup import run_planning
 from holdfast.store.run_store import LocalStore
-from plain_loops import PLACEMENTS, by_tokens, model_with_a_frozen_parameter, ragged
-from streams import Apart
+from plain_loops import MOVING, STEPS, Task, check, model_with_a_frozen_parameter, plain_loop
 from support.grouped import grouped
-from training import batches, differing, stored, warm_up
-
-STEPS = 12
-MOVING = {"scale": 2.0**22, "growth_interval": 2}
-"""So large that the first steps overflow, and growing so soon that others do."""
-
-
-def trained(model):
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-@cache
-def scaled_loop(num_micro_batches, clip_norm, scale, growth_interval, tokens=False):
-    """fp16 parameters compute; fp32 masters are stepped with scaled gradients summed in fp32."""
-    model = model_with_a_frozen_parameter(dropout=0.1)
-    masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in trained(model)}
-    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
-    scheduler, losses, scales, states = warm_up(optimizer), [], [], []
-    for p in model.parameters():
-        p.data = p.data.half()
-    with holdfast.keyed_rng(model) as keys:
-        for step in range(STEPS):
-            for name, p in trained(model):
-                p.data = masters[name].detach().half()
-            total = 0.0
-            made = (ragged if tokens else batches)(step, num_micro_batches)
-            for m, (batch, share) in enumerate(zip(made, by_tokens(made), strict=True)):
-                keys.at(step, m)
-                if not share:
-                    continue
-                loss = model(**batch)
-                scaler.scale(loss * share if tokens else loss / num_micro_batches).backward()
-                total += loss.item() * share if tokens else loss.item()
-                for name, p in trained(model):
-                    held = masters[name].grad
-                    masters[name].grad = p.grad.float() if held is None else held + p.grad
-                    p.grad = None
-            scaler.unscale_(optimizer)
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(masters.values(), clip_norm)
-            scales.append(scaler.get_scale())
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(total if tokens else total / num_micro_batches)
-            state = {f"{name}/param": p.detach().clone() for name, p in masters.items()}
-            for name, p in masters.items():
-                state |= {f"{name}/{slot}": value.clone() for slot, value in optimizer.state[p].items()}
-            states.append(state)
-    return losses, scales, states
+from training import adamw, batches, warm_up
 
 
 def engine_of(directory, **options):
     model = model_with_a_frozen_parameter(dropout=0.1)
-    optimizer = torch.optim.AdamW([p for _, p in trained(model)], lr=1e-2)
-    options = {"dtype": "fp16", "loss_scale": LossScale(**MOVING), **options}
+    optimizer = adamw(model)
+    options = {"dtype": "fp16", "loss_scale": MOVING, **options}
     return holdfast.offload(model, optimizer, directory, **grouped(scheduler=warm_up(optimizer), **options))
 
 
-def check(directory, num_micro_batches, clip_norm, parts=((0, STEPS),), tokens=False, **options):
-    losses, scales, states = scaled_loop(num_micro_batches, clip_norm, **MOVING, tokens=tokens)
-    options["normalize"] = "tokens" if tokens else "micro_batches"
-    for start, stop in parts:
-        with engine_of(directory, clip_norm=clip_norm, **options) as engine:
-            assert engine.steps_done == start
-            for step in range(start, stop):
-                assert engine.step((ragged if tokens else batches)(step, num_micro_batches)) == losses[step]
-                assert engine.last["loss_scale"] == scales[step]
-                overflown = step + 1 < STEPS and scales[step + 1] < scales[step]
-                assert step + 1 == STEPS or (engine.last["skipped"] is not None) is overflown
-    assert differing(stored(directory), states[-1]) == []
-
-
 @pytest.mark.slow
-@pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize(
-    "num_micro_batches, placement, clipping, clip_norm",
-    one_in(3, [1, 3], PLACEMENTS, ["defer", "speculate"], [None, 0.8]),
-)
-def test_steps_have_every_bit_of_a_loop_with_a_grad_scaler(
-    tmp_path, num_micro_batches, placement, clipping, clip_norm
-):
-    options = {"clipping": clipping, "delayed_fraction": 0.34, **PLACEMENTS[placement]}
-    check(tmp_path, num_micro_batches, clip_norm, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clipping", ["defer", "speculate"])
-def test_losses_by_tokens_have_them_too(tmp_path, clipping):
-    check(tmp_path, 4, 0.8, tokens=True, clipping=clipping, **PLACEMENTS["mixed"])
-
-
-def test_the_scale_of_the_loop_falls_and_grows():
-    scales = scaled_loop(3, None, **MOVING)[1]
-    fell, grew = (sum(up == (b > a) for a, b in pairwise(scales) if a != b) for up in (False, True))
-    assert fell >= 3 and grew >= 2
-
-
-@pytest.mark.slow
-def test_the_horizontal_schedule_and_a_device_apart_have_them_too(tmp_path, monkeypatch):
-    check(tmp_path / "horizontal", 3, 0.8, schedule="horizontal", **PLACEMENTS["mixed"])
-    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
-    check(tmp_path / "apart", 3, 0.8, clipping="speculate", **PLACEMENTS["mixed"])
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(keep=1)
-@pytest.mark.parametrize("clipping", ["defer", "speculate"])
-def test_a_resumed_run_goes_on_with_its_own_scale(tmp_path, clipping):
+def test_a_resumed_run_goes_on_with_its_own_scale(tmp_path):
     """Also one that was resumed right after a step that had lowered it."""
-    scales = scaled_loop(3, 0.8, **MOVING)[1]
-    fallen = next(step for step in range(5, STEPS) if scales[step] < scales[step - 1])
-    parts = ((0, 1), (1, fallen), (fallen, STEPS))
-    check(tmp_path, 3, 0.8, parts, clipping=clipping)
+    task = Task(count=3, clip_norm=0.8, precision="fp16", dropout=0.1, steps=STEPS + 2)
+    scales = plain_loop(task).scales
+    fallen = next(step for step in range(3, task.steps) if scales[step] < scales[step - 1])
+    check(tmp_path, task, *((stop, {}) for stop in (1, fallen, task.steps)), clipping="speculate")
 
 
 @pytest.mark.slow
 def test_a_save_between_commits_has_the_scale_of_the_next_step(tmp_path):
-    scales = scaled_loop(1, None, **MOVING)[1]
+    scales = plain_loop(Task(count=1, precision="fp16", dropout=0.1)).scales
     with engine_of(tmp_path, commit_every=0) as engine:
         for step in range(4):
             engine.step(batches(step, 1))

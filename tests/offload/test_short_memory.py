@@ -16,17 +16,8 @@ from holdfast.quantities import KiB
 from holdfast.schedule import work
 from holdfast.schedule.planner.placement import choose
 from holdfast.schedule.work import LEAST_MEMORY
-from plain_loops import PLACEMENTS
 from support.grouped import grouped
-from training import adamw, batches, differing, read_atoms
-
-WAYS = {
-    "ssd": {**PLACEMENTS["ssd"], "clip_norm": None},
-    "mixed": {**PLACEMENTS["mixed"], "dtype": "fp32"},
-    "delayed": {"delayed_fraction": 0.5, "recomputed_fraction": 0.5, "clip_norm": None},
-    "auto": {"clipping": "auto"},
-    "horizontal": {"schedule": "horizontal", "commit_every": 2},
-}
+from training import adamw, batches
 
 
 def made_model():
@@ -52,26 +43,6 @@ def offload(model, directory, **options):
     given = {"dtype": "bf16", "clip_norm": 0.5, "embedding_and_head": "streamed", **options}
     sample = {"sample": batches(0, 1)[0], "micro_batches": 2}
     return holdfast.offload(model, adamw(model, fused=True), directory, **sample, **grouped(**given))
-
-
-def train(directory, steps, **options):
-    """The losses of ``steps``, and of an evaluation after each."""
-    losses = []
-    with offload(made_model(), directory, **options) as engine:
-        for step in steps:
-            losses += [engine.step(batches(step, 2)), engine.evaluate(batches(9, 3))]
-    return losses
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_bits_are_those_of_a_run_that_reads_ahead(tmp_path, short, way):
-    found = {}
-    for is_short in (False, True):
-        short(is_short)
-        directory = tmp_path / str(is_short)
-        found[is_short] = train(directory, range(2), **WAYS[way]) + train(directory, range(2, 4), **WAYS[way])
-    assert found[True] == found[False]
-    assert differing(read_atoms(tmp_path / "True"), read_atoms(tmp_path / "False")) == []
 
 
 def test_no_state_is_in_memory_while_the_head_computes(tmp_path, short):

@@ -109,6 +109,7 @@ def keys_of(directory):
     return [entry.key for file in manifest.files.values() for entry in reader.layout(file).entries]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_bit_depends_on_where_the_compute_copy_is(tmp_path, whole_masters, way):
     losses = train(tmp_path / "split", range(STEPS), **WAYS[way])
@@ -130,9 +131,9 @@ def test_a_foreign_tool_joins_the_parts_as_they_are_described(tmp_path, monkeypa
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_every_kind_of_optimizer_steps_masters_in_parts(tmp_path, whole_masters, name):
-    losses = train(tmp_path / "split", range(STEPS), OPTIMIZERS[name], **WAYS["mixed"])
+    losses = train(tmp_path / "split", range(2), OPTIMIZERS[name], **WAYS["mixed"])
     whole_masters(True)
-    assert losses == train(tmp_path / "whole", range(STEPS), OPTIMIZERS[name], **WAYS["mixed"])
+    assert losses == train(tmp_path / "whole", range(2), OPTIMIZERS[name], **WAYS["mixed"])
     assert differing(read_atoms(tmp_path / "split"), read_atoms(tmp_path / "whole")) == []
 
 
@@ -224,6 +225,7 @@ def test_a_run_keeps_the_bits_of_its_masters(tmp_path):
     assert differing(read_atoms(tmp_path), before) == []
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("way", ["ssd", "host"])
 def test_a_run_with_whole_masters_goes_on_and_back(tmp_path, whole_masters, way):
     expected, found = train(tmp_path / "split", range(STEPS), **WAYS[way]), []
@@ -235,6 +237,7 @@ def test_a_run_with_whole_masters_goes_on_and_back(tmp_path, whole_masters, way)
     assert not any(".high" in key for key in keys_of(tmp_path / "run"))
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_moves_the_bytes_of_its_list_alone(tmp_path, way):
     with offload(tmp_path, sample=batches(0, 1)[0], **WAYS[way]) as engine:
@@ -329,6 +332,7 @@ def clamp(weight):
     weight.clamp_(-0.01, 0.01)
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("change", [clamp, clamp_data])
 @pytest.mark.parametrize("way", ["ssd", "params", "speculate"])
 def test_a_block_that_changes_its_weights_in_place_is_refused_and_no_master_changes(tmp_path, change, way):

@@ -5,9 +5,6 @@ There is no device here; ``streams.py`` plays one.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -18,33 +15,22 @@ import pytest
 import torch
 
 import holdfast
-from combined import one_in
 from holdfast.io.buffers import BufferPool
 from holdfast.offload import api
 from holdfast.offload import engine as engine_module
 from holdfast.offload.memory.block_states import as_tensor
-from holdfast.offload.memory.device import HostDevice
 from holdfast.offload.memory.residency import Gradients, Residency
 from holdfast.offload.ops.gradient_ops import reduce
 from holdfast.offload.setup import run_planning
 from holdfast.optim import host_optimizer
-from holdfast.schedule import step_builder
 from holdfast.schedule.operations import COMPUTE, DOWNLOAD, UPLOAD, Hold, Key, Op
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
-from plain_loops import PLACEMENTS, check, model_with_a_frozen_parameter
+from plain_loops import PLACEMENTS, model_with_a_frozen_parameter
 from streams import Apart
 from support.grouped import grouped
+from support.warm_python import environment_of, run_python
 from training import adamw, batches, decoder
-
-OPTIONS = {
-    "plain": {},
-    "horizontal": {"schedule": "horizontal"},
-    "delayed": {"delayed_fraction": 0.5},
-    "guessed": {"clipping": "speculate", "delayed_fraction": 0.34},
-    "deferred": {"clipping": "defer"},
-}
-STEPS = 4
 
 
 @pytest.fixture
@@ -61,8 +47,8 @@ def apart(monkeypatch):
 
 
 @contextmanager
-def engine_of(directory, num_micro_batches=3, **options):
-    model = model_with_a_frozen_parameter()
+def engine_of(directory, num_micro_batches=3, blocks=4, **options):
+    model = model_with_a_frozen_parameter(blocks=blocks)
     sample = batches(0, 1)[0]
     with holdfast.offload(
         model,
@@ -75,46 +61,11 @@ def engine_of(directory, num_micro_batches=3, **options):
 
 @pytest.mark.slow
 @pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("placement, num_micro_batches, options", one_in(2, PLACEMENTS, [1, 3], OPTIONS))
-def test_every_bit_is_that_of_a_plain_loop_whenever_copies_are_made(
-    tmp_path, apart, monkeypatch, placement, num_micro_batches, options
-):
-    if options in ("delayed", "deferred"):  # as where the device has no room for what flows between blocks
-        monkeypatch.setattr(step_builder, "STAYING_BYTES", 0)
-    clip_norm = 0.85 if "clipping" in OPTIONS[options] else None
-    check(
-        tmp_path, STEPS, num_micro_batches, clip_norm,
-        sample=batches(0, 1)[0], micro_batches=num_micro_batches, **OPTIONS[options], **PLACEMENTS[placement],
-    )  # fmt: skip
-    assert apart[0].problems == []
-
-
-@pytest.mark.slow
-def test_snake_and_evaluations_wait_for_what_they_need(tmp_path, apart):
-    """Against the same on the host."""
-    values = []
-    for device in ("apart", "host"):
-        with pytest.MonkeyPatch.context() as patch:
-            if device == "host":
-                patch.setattr(run_planning, "open_device", lambda name: HostDevice())
-            with engine_of(tmp_path / device, order="snake") as engine:
-                found = []
-                for step in range(STEPS):
-                    found += [engine.step(batches(step, 3)), engine.evaluate(batches(100 + step, 9))]
-                values.append((found, engine.state_dict()))
-    (losses, state), (expected, expected_state) = values
-    assert losses == expected
-    assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
-    assert apart[0].problems == []
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("delayed_fraction", [0.0, 0.5])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_pinned_memory_is_what_was_planned_and_is_pinned_once(tmp_path, apart, placement, delayed_fraction):
-    with engine_of(tmp_path, delayed_fraction=delayed_fraction, **PLACEMENTS[placement]) as engine:
-        for step in range(5):
+    with engine_of(tmp_path, blocks=6, delayed_fraction=delayed_fraction, **PLACEMENTS[placement]) as engine:
+        for step in range(3):
             engine.step(batches(step, 3))
         engine.wait()
         (device,), pool = apart, engine._run.residency.pool
@@ -323,11 +274,7 @@ for step in range(3):
 @pytest.mark.slow
 def test_a_script_that_closes_nothing_has_its_last_step(tmp_path):
     """The interpreter ends while helpers have updates to do."""
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", UNCLOSED, str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=100,
-    )
-    assert done.returncode == 0
+    (tmp_path / "script.py").write_text(UNCLOSED)
+    done = run_python(tmp_path / "script.py", tmp_path / "run", env=environment_of(), timeout=100)
+    assert done.returncode == 0, done.stderr
     assert max(commit.step for commit in RunReader(tmp_path / "run").commits()) == 3

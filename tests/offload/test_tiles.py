@@ -1,12 +1,10 @@
-"""State in tiles: the bits of an ordinary loop, whatever the size of a tile, and with the state outside the blocks on
-the SSD."""
+"""State in tiles, and with the state outside the blocks on the SSD: other optimizers, and runs that go on otherwise."""
 
 from __future__ import annotations
 
 import resource
 from dataclasses import replace
 from functools import cache, partial
-from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import BadInput, DoesNotFit
 from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.offload.setup import step_planning
 from holdfast.offload.setup.process_settings import SPARE_FILES, allow_open_files
 from holdfast.optim import AdamW8bit, Joined
 from holdfast.quantities import KiB
@@ -24,22 +23,11 @@ from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.planner.placement import choose
 from holdfast.schedule.work import LEAST_MEMORY, MemorySaving, StepShape
 from holdfast.store.run_store import LocalStore
-from plain_loops import PLACEMENTS
 from plan_steps import uneven
 from support.grouped import grouped
 from training import batches, differing, read_atoms, state_of, stored
 
 STEPS = 5
-WAYS = {
-    "ssd": {"activations_on_host": 0.0},
-    "host": PLACEMENTS["host"],
-    "delayed": {"delayed_fraction": 0.5, "clip_norm": None},
-    "defer": {"clipping": "defer"},
-    "speculate": {"clipping": "speculate"},
-    "speculate, kept": {"clipping": "speculate", **PLACEMENTS["mixed"]},
-    "horizontal": {"schedule": "horizontal"},
-    "seldom durable": {"commit_every": 2},
-}
 
 
 def made_model():
@@ -102,17 +90,6 @@ def tiles(monkeypatch):
     return lambda nbytes: monkeypatch.setattr(work, "TILE_BYTES", nbytes)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tiles_have_the_bits_of_a_plain_loop(tmp_path, tiles, way):
-    tiles(100 * KiB)
-    options = WAYS[way]
-    losses, states = plain_loop(fused_adamw, options.get("clip_norm", 0.5))
-    found, files = out_of_core(tmp_path, fused_adamw, range(STEPS), **options)
-    assert found == losses
-    assert len(files) > 40
-    assert differing(read_atoms(tmp_path), states[-1]) == []
-
-
 @pytest.mark.parametrize("make", [in_bytes, whole_matrices])
 def test_other_optimizers_have_their_bits_in_tiles(tmp_path, tiles, make):
     tiles(100 * KiB)
@@ -123,12 +100,17 @@ def test_other_optimizers_have_their_bits_in_tiles(tmp_path, tiles, make):
     assert differing(read_atoms(tmp_path), states[-1]) == []
 
 
-def test_a_run_goes_on_with_tiles_of_another_size(tmp_path, tiles):
+def test_a_run_goes_on_with_tiles_of_another_size(tmp_path, tiles, monkeypatch):
+    """And with the state outside of the blocks on the SSD, and in memory again."""
     losses, states = plain_loop(fused_adamw)
     found = []
     sizes = [1 << 30, 100 * KiB, 300 * KiB, 1 << 30]
     for nbytes, (start, stop) in zip(sizes, pairwise([0, 1, 3, 4, STEPS])):
         tiles(nbytes)
+        saving = {"saving": LEAST_MEMORY} if nbytes == 100 * KiB else {}
+        monkeypatch.setattr(
+            step_planning, "choose", lambda *a, saving=saving, **o: replace(choose(*a, **o), **saving)
+        )
         found += out_of_core(tmp_path, fused_adamw, range(start, stop))[0]
     assert found == losses
     assert differing(stored(tmp_path), states[-1]) == []
@@ -141,21 +123,6 @@ def test_the_first_values_of_a_run_are_those_of_the_model(tmp_path, tiles):
     with holdfast.offload(model, fused_adamw(model), tmp_path, precision="fp32") as engine:
         found = engine.state_dict()
     assert differing(found, expected) == []
-
-
-@pytest.mark.parametrize("way", ["ssd", "speculate", "seldom durable"])
-def test_the_state_outside_the_blocks_may_be_on_the_ssd(tmp_path, tiles, monkeypatch, way):
-    tiles(100 * KiB)
-    monkeypatch.setattr(
-        import_module("holdfast.offload.setup.step_planning"),
-        "choose",
-        lambda *args, **options: replace(choose(*args, **options), saving=LEAST_MEMORY),
-    )
-    losses, states = plain_loop(fused_adamw)
-    found, _ = out_of_core(tmp_path, fused_adamw, range(3), **WAYS[way])
-    found += out_of_core(tmp_path, fused_adamw, range(3, STEPS), **WAYS[way])[0]
-    assert found == losses
-    assert differing(read_atoms(tmp_path), states[-1]) == []
 
 
 def test_the_state_outside_the_blocks_leaves_memory_only_where_the_budget_lacks_it():

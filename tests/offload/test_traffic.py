@@ -56,7 +56,7 @@ def listed(engine, schedule, **shape):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "blocks, schedule, placement, clip_norm",
     one_in(3, [1, 2, 4], ["vertical", "horizontal"], PLACEMENTS, [None, 1.0]),
@@ -75,7 +75,7 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("blocks, placement, turned", one_in(2, [1, 4], PLACEMENTS, TURNED))
 def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, placement, turned):
     order, delayed_fraction, recomputed_fraction = turned
@@ -161,7 +161,8 @@ def rounded(nbytes, unit=4096):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("count", [5, 1, 2])
 def test_vertical_traffic_is_that_of_the_formulas(tmp_path, count):
     """Of n equal blocks of P parameters in bf16, with inputs of S bytes: parameters cross 2n - 1 times and
     gradients n times whatever M; inputs and their gradients (5n - 4) M times. On the SSD, parameters are read as

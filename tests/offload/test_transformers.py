@@ -12,7 +12,7 @@ from training import differing, state_of, stored
 
 transformers = pytest.importorskip("transformers")
 
-STEPS, COUNT, ROWS, TOKENS, VOCABULARY = 6, 3, 2, 10, 50
+STEPS, COUNT, ROWS, TOKENS, VOCABULARY = 3, 3, 2, 10, 50
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "use_cache": False,
@@ -189,6 +189,7 @@ def both(model):
     return [*model.encoder.block, *model.decoder.block]
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("blocks", [both, lambda model: model.encoder.block])
 def test_an_encoder_and_a_decoder_equal_a_plain_loop(tmp_path, monkeypatch, schedule, blocks):

@@ -88,7 +88,7 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign  # what one in a hundred shows; the test above has the moment itself
 def test_the_first_step_has_the_bits_of_any_other_whatever_threads_set_meanwhile():
     """MKL chooses its code in a process's first root: each is one of a process that has not computed yet."""
     command = [sys.executable, "-c", FIRST_STEPS, "keeps", "100"]

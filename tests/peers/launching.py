@@ -13,6 +13,16 @@ from dist.world import World
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the server of processes imports DeepSpeed
 
 
+def parameters_asked(request: Any, fixture: str) -> list[dict[str, Any]]:
+    """The parameters of each test of the module that is to run and asks for ``fixture``."""
+    items = [item for item in request.session.items if item.module is request.module]
+    return [
+        item.callspec.params if hasattr(item, "callspec") else {}
+        for item in items
+        if fixture in item.fixturenames
+    ]
+
+
 def deepspeed(
     folder: Path, world: int, jobs: list[dict[str, Any]], script: str = "peers.deepspeed_run"
 ) -> dict[str, Any]:

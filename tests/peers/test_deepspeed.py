@@ -16,7 +16,7 @@ from holdfast.formats.readers import open_source
 from holdfast.formats.torch_archive.archives import Archive
 from holdfast.formats.torch_archive.pickles import PickledObject, Tensor
 from holdfast.state.encoding import decode
-from peers.launching import deepspeed
+from peers.launching import deepspeed, parameters_asked
 from peers.odd_model import Model, groups_of, loss_of, tokens_of
 from support.warm_python import environment_of, run_python
 
@@ -53,14 +53,19 @@ LOADED = [
 ]
 
 
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory):
+@pytest.fixture(scope="module")
+def saved(request, tmp_path_factory):
     """By name and world: the folder of a checkpoint, and what DeepSpeed says that it is of."""
     found = {}
+    asked = parameters_asked(request, "saved")
+    wanted = {(each["name"], each["world"]) for each in asked if "name" in each}
+    wanted |= {(name, each["world"]) for each in asked if "name" not in each for name in ("z2-dealt", "z2")}
     for world in WORLDS:
         root = tmp_path_factory.mktemp(f"saved-{world}")
         jobs = [
-            {"do": "save", "name": name, "folder": str(root / name), **job} for name, job in SAVED.items()
+            {"do": "save", "name": name, "folder": str(root / name), **job}
+            for name, job in SAVED.items()
+            if (name, world) in wanted
         ]
         for name, told in deepspeed(root, world, jobs).items():
             found[name, world] = root / name, told
@@ -81,7 +86,7 @@ def assert_same(found, told):
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
 
 
-@pytest.mark.campaign(keep=14)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(("name", "world"), [each for each in EVERY if each[0] != "z2-dealt"])
 def test_what_is_read_is_what_deepspeed_says_that_it_has(saved, name, world):
     folder, told = saved[name, world]
@@ -102,7 +107,7 @@ def test_what_is_read_is_what_deepspeed_says_that_it_has(saved, name, world):
         )
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", (2, 4))
 def test_parameters_that_were_dealt_in_turn_are_read_where_they_are(saved, world):
     """Of these 0.19.8 says itself what is not so: it looks for them where they would be undealt. The module tells."""
     folder, told = saved["z2-dealt", world]
@@ -118,13 +123,13 @@ def test_parameters_that_were_dealt_in_turn_are_read_where_they_are(saved, world
     assert wrong, "DeepSpeed is right about them by now: compare with it as with the others"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def loaded(request, saved, tmp_path_factory):
     """What DeepSpeed says after it loaded what was written of its checkpoints, at another world size."""
     root = tmp_path_factory.mktemp("written")
     jobs = {2: [], 3: []}
-    tried = [item.callspec.params for item in request.session.items if "loaded" in item.fixturenames]
-    for name, world, stage in (tuple(each[key] for key in ("name", "world", "stage")) for each in tried):
+    for each in parameters_asked(request, "loaded"):
+        name, world, stage = (each[key] for key in ("name", "world", "stage"))
         folder = root / f"{name}-{world}-{stage}"
         write_deepspeed(open_source(saved[name, world][0]), folder, stage)
         kept = {key: value for key, value in SAVED[name].items() if key != "zero"}
@@ -133,7 +138,7 @@ def loaded(request, saved, tmp_path_factory):
     return {name: told for world, each in jobs.items() for name, told in deepspeed(root, world, each).items()}
 
 
-@pytest.mark.campaign(keep=8)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(("name", "world", "stage"), LOADED)
 def test_deepspeed_loads_what_was_written_for_any_stage_and_world(saved, loaded, name, world, stage):
     _, before = saved[name, world]
@@ -150,7 +155,7 @@ def test_deepspeed_loads_what_was_written_for_any_stage_and_world(saved, loaded,
     assert after["losses"] == pytest.approx(before["losses"], **close)
 
 
-@pytest.mark.campaign(keep=6)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", ["z1", "z2-dealt", "z3", "z1-aligned", "z3-sgd"])
 def test_training_goes_on_in_plain_torch_as_deepspeed_went_on(saved, tmp_path, name, world):
@@ -178,7 +183,8 @@ def test_training_goes_on_in_plain_torch_as_deepspeed_went_on(saved, tmp_path, n
     assert losses == pytest.approx(told["losses"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "world"), [("z1", 3), ("z3", 2), ("z1-bf16", 4), ("z3-bf16", 3)])
+@pytest.mark.campaign(keep=2)
+@pytest.mark.parametrize(("name", "world"), [("z1", 3), ("z3", 2), ("z3-bf16", 3), ("z1-bf16", 4)])
 def test_what_deepspeeds_own_converter_made_is_read_as_its_source(saved, tmp_path, name, world):
     folder, told = saved[name, world]
     inject = [] if name.startswith("z3") else ["--inject_missing_state"]
@@ -201,6 +207,7 @@ def test_what_deepspeeds_own_converter_made_is_read_as_its_source(saved, tmp_pat
         assert converted.progress[key] == source.progress[key]
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("name", "stage", "options"), [("z1", 1, {}), ("z2-bf16", 2, {}), ("z3", 3, {"sub_group": 100})]

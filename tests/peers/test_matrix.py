@@ -15,8 +15,8 @@ from survive_run import digest
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
-CELLS = [(f"zero{stage}x{ranks}", target) for stage, ranks, target in one_in(3, (1, 2, 3), (2, 3, 4), SIZES)]
-"""Each stage and each number of ranks by each target."""
+CELLS = [(f"zero{stage}x{ranks}", target) for stage, ranks, target in one_in(9, (1, 2, 3), (2, 3, 4), SIZES)]
+"""Each target once, and each stage with each number of ranks."""
 WRITTEN_FOR = {(source, form_of(source, target)) for source, target in CELLS}
 
 

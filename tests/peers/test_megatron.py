@@ -18,6 +18,7 @@ from holdfast.formats.load import read_flat
 from holdfast.formats.readers import open_source
 from holdfast.sources import From
 from holdfast.state.encoding import decode
+from peers.launching import parameters_asked
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
@@ -58,16 +59,20 @@ if not OLD:
     EVERY["several buckets"] = (2, {"optimizer": BUCKETS, "tp": 1, "pp": 1, "bucket": 1000})
 
 
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory):
+FLIPPED = f"{WHOLE}, 1 ranks, TP 1, PP 1"
+
+
+@pytest.fixture(scope="module")
+def saved(request, tmp_path_factory):
     """By name: the folder of a checkpoint, and what each rank said that it holds."""
     found = {}
+    wanted = {each.get("name", FLIPPED) for each in parameters_asked(request, "saved")}
     for world in WORLDS:
         root = tmp_path_factory.mktemp(f"megatron-{world}")
         jobs = [
             {"name": name, "folder": str(root / str(n)), "report": str(root / f"{n}.report"), **job}
             for n, (name, (ranks, job)) in enumerate(EVERY.items())
-            if ranks == world
+            if ranks == world and name in wanted
         ]
         said = World("peers.megatron_run", patience_seconds=500).run(world, jobs=jobs)
         missing = [job["name"] for job in jobs if not Path(f"{job['report']}.{world - 1}").exists()]
@@ -129,6 +134,7 @@ def test_what_is_read_is_what_the_ranks_hold(saved, name):
         source.check(part)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", [n for n in EVERY if "1 ranks" in n])
 def test_what_else_is_there_is_what_the_ranks_said(saved, name):
     folder, reports = saved[name]
@@ -142,6 +148,7 @@ def test_what_else_is_there_is_what_the_ranks_said(saved, name):
     assert progress["extra"]["args"]["num_layers"] == 4
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", [f"{form}, 2 ranks, TP 2, PP 1" for form in FORMS])
 def test_a_pack_gives_the_names_of_hugging_face(saved, name):
     folder, reports = saved[name]
@@ -161,7 +168,7 @@ def test_a_pack_gives_the_names_of_hugging_face(saved, name):
 
 
 def test_a_flipped_bit_of_a_real_one_is_found(saved, tmp_path):
-    folder, reports = saved[f"{WHOLE}, 1 ranks, TP 1, PP 1"]
+    folder, reports = saved[FLIPPED]
     stretch = reports[0]["held"][3]["slots"]["exp_avg"][:8].numpy().tobytes()
     paths = [path for path in folder.glob("*.distcp") if stretch in path.read_bytes()]
     assert paths

@@ -77,6 +77,7 @@ def test_the_tools_find_in_a_commit_what_is_in_the_folder_of_torchtitan(saved, n
     assert "layers.0.attention.wo.weight" in shown and "exp_avg_sq" in shown and "of 2 ranks" in shown
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     ("rank", "point", "mode", "began"),
     [(1, "after_data_sync:2", "disabled", 2), (0, "after_manifest_sync:2", "async", 2),
@@ -93,8 +94,9 @@ def test_a_training_that_is_killed_in_a_save_goes_on_from_the_last_whole_commit(
     assert ends_as(said, never_ended)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(1, []), (3, []), (2, ["--parallelism.tensor_parallel_degree", 2])]
+    ("ranks", "more"), [(1, []), (2, ["--parallelism.tensor_parallel_degree", 2]), (3, [])]
 )
 def test_other_ranks_go_on_as_from_torchtitans_own(titan, saved, never_ended, tmp_path, ranks, more):
     ends = []

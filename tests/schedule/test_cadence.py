@@ -52,6 +52,7 @@ def some_run(seed):
     )
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_cadence_is_better(seed):
     m = some_run(seed)

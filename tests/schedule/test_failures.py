@@ -88,6 +88,7 @@ def test_steps_kept_and_time_wasted_make_up_the_whole():
     assert found.wasted_per_hour * found.seconds / HOUR + kept == pytest.approx(found.seconds)
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("mean", [60, 300, 900])
 @pytest.mark.parametrize("steps, records", [(25, 1), (99, 4), (400, 25)])
 def test_the_model_agrees_with_it(mean, steps, records):

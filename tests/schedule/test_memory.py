@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.offload.executor import _same_on_device
-from holdfast.schedule import operations
+from holdfast.schedule import memory_use, operations
 from holdfast.schedule.horizontal import horizontal
 from holdfast.schedule.memory_use import buffers, predict, resident
 from holdfast.schedule.operations import Hold, Key, Op
@@ -259,6 +259,17 @@ def test_state_in_tiles_takes_the_memory_of_a_few_tiles_however_large_the_blocks
     assert found["grads"] == max(block.grad_bytes for block in work.blocks)
     assert found["updated_params"] == sum(sorted(tile.trained_param_bytes for tile in tiles)[-2:])
     assert "resident_state" not in found
+
+
+@given(step=steps(), schedule=st.sampled_from(sorted(LISTS)), at_once=st.sampled_from([0, 1, 20]))
+@settings(max_examples=60, deadline=None)
+def test_a_list_with_the_largest_tiles_alone_takes_the_same_memory(step, schedule, at_once):
+    work, placement, shape = step
+    work = split(tiled(work, (7, 5, 1))) if work.blocks[0].is_split else tiled(work, (7, 5, 1))
+    found = predict(work, placement, shape, LISTS[schedule], at_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_use, "MOST_TILES", 99)
+        assert predict(work, placement, shape, LISTS[schedule], at_once) == found
 
 
 @pytest.mark.parametrize("schedule", [vertical, horizontal])

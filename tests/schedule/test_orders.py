@@ -133,62 +133,41 @@ def test_every_step_of_the_grid_is_sound_and_moves_the_bytes_of_the_formulas(ord
 @every_order
 @given(step=steps())
 @settings(max_examples=150, deadline=None)
-def test_every_placement_is_sound_and_moves_the_bytes_of_the_formulas(order, step):
+def test_every_placement_is_sound_and_nothing_comes_too_early(order, step):
+    work, placement, shape = step
     made = SCHEDULES[order](*step)
     check_schedule(made)
     assert operations.traffic(made) == expected_traffic(order, *step)
+    before = Order(made, made).before
+    check_updates_know_losses_and_norm(order, shape, made, before)
+    check_updates_have_all_gradients(work, shape, made, before)
+    check_next_step_has_updated_parameters(step, made, before)
+    check_state_is_used_after_it_was_written(placement, made, before)
+    check_gradients_stay_until_every_tile_is_updated(made, before)
+    committed = SCHEDULES[order](work, placement, replace(shape, commit=True))
+    check_commit(work, committed, made, Order(committed, made).before)
 
 
-@every_order
-@given(step=steps())
-@settings(max_examples=60, deadline=None)
-def test_no_update_starts_before_all_losses_and_the_norm_are_known(order, step):
-    made = SCHEDULES[order](*step)
-    before = Order(made).before
+def check_updates_know_losses_and_norm(order, shape, made, before):
     for update in keys(made, "update", "update_resident"):
         assert before((0, Key("check_losses")), (0, update))
-        if step[2].keeps_grads and update.phase != GUESS:
+        if shape.keeps_grads and update.phase != GUESS:
             assert before((0, Key("norm")), (0, update))
             for measured in keys(made, "norm_block"):
                 assert before((0, measured), (0, update))
         if order == "horizontal":
-            assert before((0, Key("backward", 0, step[2].micro_batches - 1)), (0, update))
+            assert before((0, Key("backward", 0, shape.micro_batches - 1)), (0, update))
 
 
-@every_order
-@given(step=steps())
-@settings(max_examples=60, deadline=None)
-def test_an_update_has_the_gradients_of_all_micro_batches(order, step):
-    made = SCHEDULES[order](*step)
-    before = Order(made).before
-    for block in range(len(step[0].blocks)):
-        for m in range(step[2].micro_batches):
+def check_updates_have_all_gradients(work, shape, made, before):
+    for block in range(len(work.blocks)):
+        for m in range(shape.micro_batches):
             assert before((0, Key("backward", block, m)), (0, Key("update", block)))
     for moved in keys(made, "load_grads", "store_grads", "download_grads", "load_state"):
         assert before((0, moved), (0, Key("update", moved.block, tile=moved.tile)))
 
 
-@every_order
-@given(step=steps())
-@settings(max_examples=60, deadline=None)
-def test_the_commit_is_last_and_after_every_store(order, step):
-    work, placement, shape = step
-    made = SCHEDULES[order](work, placement, committing(shape))
-    stores = keys(made, "store_state", "store_resident")
-    assert made[-1].key == Key("commit")
-    parts = [*(block.tiles for block in work.blocks), work.resident_tiles]
-    assert len([key for key in stores if key.phase != GUESS]) == sum(map(len, parts))
-    before = Order(made).before
-    for store in stores:
-        assert before((0, store), (0, Key("commit")))
-
-
-@every_order
-@given(step=steps())
-@settings(max_examples=60, deadline=None)
-def test_the_next_step_computes_with_updated_parameters(order, step):
-    made = SCHEDULES[order](*step)
-    before = Order(made, made).before
+def check_next_step_has_updated_parameters(step, made, before):
     for following in keys(made, "forward", "backward"):
         updates = [
             key for key in keys(made, "update_resident", "update") if key.block in (-1, following.block)
@@ -201,45 +180,34 @@ def test_the_next_step_computes_with_updated_parameters(order, step):
         assert stores and all(before((0, key), (1, load)) for key in stores)
 
 
-@every_order
-@given(step=steps())
-@settings(max_examples=60, deadline=None)
-def test_state_is_never_written_before_the_previous_commit(order, step):
-    work, placement, shape = step
-    made = SCHEDULES[order](work, placement, committing(shape))
-    following = SCHEDULES[order](work, placement, shape)
-    before = Order(made, following).before
-    for store in keys(following, "store_state", "store_resident"):
-        assert before((0, Key("commit")), (1, store))
-
-
-@every_order
-@given(step=steps())
-@settings(max_examples=60, deadline=None)
-def test_state_is_read_and_changed_only_after_it_was_written(order, step):
-    made = SCHEDULES[order](*step)
-    before = Order(made, made).before
+def check_state_is_used_after_it_was_written(placement, made, before):
     for store in keys(made, "store_state"):
         assert before((0, store), (1, Key("update", store.block, tile=store.tile)))
-        if not step[1].optimizer[store.block]:
+        if not placement.optimizer[store.block]:
             assert before((0, store), (1, Key("load_state", store.block, tile=store.tile)))
     for store in keys(made, "store_resident"):
         assert before((0, store), (1, Key("update_resident", tile=store.tile)))
-        if not step[1].saving.resident_state:
+        if not placement.saving.resident_state:
             assert before((0, store), (1, Key("load_resident", tile=store.tile)))
 
 
-@every_order
-@given(step=steps())
-@settings(max_examples=60, deadline=None)
-def test_gradients_stay_until_every_tile_is_updated(order, step):
-    made = SCHEDULES[order](*step)
-    before = Order(made).before
+def check_gradients_stay_until_every_tile_is_updated(made, before):
     givers = [op for op in made if op.key.kind == "update" and op.key.phase != GUESS and op.gives]
     assert len(givers) == len({op.key.block for op in givers})
     for op in givers:
         for other in keys(made, "update"):
             assert other.block != op.key.block or other == op.key or before((0, other), (0, op.key))
+
+
+def check_commit(work, committed, following, before):
+    """It is last, after every store, and before any store of the step that follows."""
+    stores = keys(committed, "store_state", "store_resident")
+    assert committed[-1].key == Key("commit")
+    parts = [*(block.tiles for block in work.blocks), work.resident_tiles]
+    assert len([key for key in stores if key.phase != GUESS]) == sum(map(len, parts))
+    assert all(before((0, store), (0, Key("commit"))) for store in stores)
+    for store in keys(following, "store_state", "store_resident"):
+        assert before((0, Key("commit")), (1, store))
 
 
 @pytest.mark.slow
@@ -260,7 +228,3 @@ def in_state(step, block: int) -> bool:
     """Do passes read the compute copy from the files of the state?"""
     work, placement, _ = step
     return work.blocks[block].is_split and not (placement.params[block] or placement.optimizer[block])
-
-
-def committing(shape: StepShape) -> StepShape:
-    return replace(shape, commit=True)

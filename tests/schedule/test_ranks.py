@@ -106,6 +106,7 @@ def _run(steps, seed, in_order):
     return True
 
 
+@pytest.mark.campaign(cover=2)
 @pytest.mark.parametrize("clipping", ["none", "defer", "speculate", "per_block"])
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("host", [0.0, 0.5, 1.0])

@@ -26,6 +26,7 @@ def case(host=256, model="gpt-65b", machine="a100-80g", **method) -> Case:
     return Case(machine=profile, model=load_model(model), method=Method(**method))
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "chosen", [case(), case(400), case(56, "llama-7b", "rtx-4090"), case(12, "gpt-46m", "cpu-2-core")]
 )

@@ -235,6 +235,7 @@ def test_io_bound_steps_differ_by_the_bytes_of_the_two_orders(m):
     assert min(fast.speed_of_light, slow.speed_of_light) > 1 / 1.05
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("compute, most", [(0.25, 1.03), (0.5, 1.03), (1.0, 1.1), (2.0, 1.05), (4.0, 1.05)])

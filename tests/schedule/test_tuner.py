@@ -64,6 +64,7 @@ def test_before_anything_is_measured_it_is_a_hundred_steps():
     assert fresh.retuned() is not None  # a step takes a minute, so a hundred are too many to replay
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("seed", range(5))
 def test_it_comes_within_ten_percent_of_the_optimum_and_again_after_a_drop_of_bandwidth(seed):
     machine = Machine(tuner(), seed)

@@ -227,3 +227,8 @@ def test_values_of_version_1_still_read():
     found = decode(old)
     assert alike(found["a"], torch.tensor([1.0, 2.0])) and alike(found["b"], np.array([1]))
     assert alike(found["c"], np.float64(1)) and found["d"] == Counter({2: 1}) and found["e"] == (1, b"a")
+
+
+def test_numbers_beyond_64_bits_are_marked_in_lists_too():
+    for most in (2**63, -(2**63) - 1):
+        assert encode([1, most]) == [1, encode(most)] != [1, most]

@@ -88,9 +88,9 @@ def queue():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lists", [["a"], ["", "a", "", "a"]], ids=["begun there", "going there and back"])
-def test_every_image_of_a_run_on_a_drive_recovers(tmp_path, queue, lists):
-    disk, count = record(tmp_path, *lists), 0
+def test_every_image_of_a_run_on_a_drive_recovers(tmp_path, queue):
+    """Of one that begins there, leaves it and goes back."""
+    disk, count = record(tmp_path, "a", "", "a"), 0
     for image in disk.images(random.Random(0), samples=3):
         check(image, queue)
         count += 1

@@ -30,7 +30,7 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, endpoint):
         super().__init__(("127.0.0.1", 0), Spoiling)
         self.endpoint, self.spoil, self.times = endpoint, None, 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class Spoiling(BaseHTTPRequestHandler):

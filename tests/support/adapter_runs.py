@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 
 from holdfast.events import read_events
+from support.tiny_keys import IN_MEMORY, STEP
 
-TINY = {
-    "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
-    "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
-    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
-    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
-    "data.validation_fraction": 0,
+TINY = STEP | IN_MEMORY | {
+    "model.context": 16, "train.learning_rate": 0.01, "train.warmup_steps": 0, "data.validation_fraction": 0,
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class State:
             for name, inode in sorted(names.items()):
                 data = b"" if inode == -1 else self.files[inode]
                 found.update(f"{name}/{inode == -1} {len(data)}:".encode())
-                found.update(data)
+                found.update(_digest(data))
         return found.digest()
 
 
@@ -142,6 +142,18 @@ class Account:
             if index in kept:
                 state.apply(operation, kept[index])
         return _reachable(state)
+
+
+_digests: dict[int, tuple[bytes | bytearray, bytes]] = {}
+"""Contents of files that were digested, by identity: ``State.apply`` makes a new one and changes none."""
+
+
+def _digest(data: bytes | bytearray) -> bytes:
+    if id(data) not in _digests:
+        if len(_digests) > 10_000:
+            _digests.clear()
+        _digests[id(data)] = data, xxhash.xxh3_128_digest(data)
+    return _digests[id(data)][1]
 
 
 def _reachable(state: State) -> State:

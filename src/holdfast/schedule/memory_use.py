@@ -8,17 +8,21 @@ bound that a run with a slow SSD reaches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import nlargest
 
 from .operations import COMPUTE, Key, Op
+from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, STATE_SLOTS, UPDATED_SLOTS
 from .vertical import forward_only, vertical
-from .work import BlockPlacement, StepShape, Work
+from .work import BlockPlacement, StepShape, TileWork, Work
 
 MakesOps = Callable[[Work, BlockPlacement, StepShape], list[Op]]
 """Function that returns the operation list of a schedule."""
 Parts = dict[tuple[str, str], int]
 """Bytes by (place, class of buffer)."""
+MOST_TILES = max(STATE_SLOTS, UPDATED_SLOTS, REDO_SLOTS, RESIDENT_GRAD_SLOTS)
+"""The most tiles of one unit that any class of buffers holds at once."""
 CROSSING = (
     "params",
     "params_on_host",
@@ -73,6 +77,7 @@ def predict(
 
     At each place it is that of the steps or of the evaluations, whichever is more. 0 is a run that never evaluates.
     """
+    work = _with_fewer_tiles(work)
     training = schedule(work, placement, shape)
     parts = step = buffers(training)
     if evaluation_batches:
@@ -83,6 +88,27 @@ def predict(
     if setup > 0:  # as long as the run begins, there is nothing of a step
         memory["host", "setup"] = setup
     return Memory(memory)
+
+
+def _with_fewer_tiles(work: Work) -> Work:
+    """Return ``work`` with only those tiles of each unit that can be the largest in memory: a shorter list.
+
+    No class of buffers holds more than ``MOST_TILES`` tiles at once, so no other tile counts.
+    """
+    large = {id(block): block for block in work.blocks if len(block.cut) > MOST_TILES}
+    made = {key: replace(block, cut=_largest(block.cut)) for key, block in large.items()}
+    blocks = tuple(made.get(id(block), block) for block in work.blocks)
+    return replace(work, blocks=blocks, resident_cut=_largest(work.resident_cut))
+
+
+def _largest(tiles: Sequence[TileWork]) -> tuple[TileWork, ...]:
+    """Return the ``MOST_TILES`` largest ``tiles`` by each of their sizes, in their order."""
+    sizes = (
+        [getattr(tile, size) for tile in tiles]
+        for size in ("state_bytes", "trained_param_bytes", "grad_bytes")
+    )
+    kept = {number for each in sizes for number in nlargest(MOST_TILES, range(len(tiles)), each.__getitem__)}
+    return tuple(tiles[number] for number in sorted(kept))
 
 
 def _larger(one: Parts, other: Parts) -> Parts:

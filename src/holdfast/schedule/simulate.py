@@ -10,6 +10,7 @@ or as a trace (chrome://tracing, Perfetto). Called by the planner and by ``holdf
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +25,9 @@ def simulate(steps: Sequence[Sequence[Op]], machine: Machine) -> Simulation:
     run = _Run(steps, machine)
     while run.start_what_is_ready():
         run.end_what_is_next()
-    assert len(run.spans) == len(run.links.ops), "operations wait for each other"
+    assert len(run.spans) == run.links.num_operations, "operations wait for each other"
     return Simulation(
-        machine,
-        tuple(run.spans),
-        tuple(run.step_ends),
-        dict(run.memory.peak),
-        dict(run.memory.peak_by_kind),
+        machine, tuple(run.spans), tuple(run.step_ends), run.memory.peak, run.memory.peak_by_kind
     )
 
 
@@ -100,14 +97,17 @@ class _Run:
     """The state of a simulation at a time (``_now``)."""
 
     def __init__(self, steps: Sequence[Sequence[Op]], machine: Machine) -> None:
-        self.links, self.memory = _Links(steps), _Memory()
+        self.memory = _Memory()
+        lists: dict[int, _List] = {}
+        for operations in steps:
+            if id(operations) not in lists:
+                lists[id(operations)] = _List(operations, machine, self.memory)
+        self.links = _Links([lists[id(operations)] for operations in steps])
         self.spans: list[Span] = []
         self.step_ends = [0.0] * len(steps)
         servers = {machine.server(lane): _Server(lane in (SSD_READ, SSD_WRITE)) for lane in LANES}
-        of_lane = {lane: servers[machine.server(lane)] for lane in LANES}
         self._servers = list(servers.values())
-        self._server_of = [of_lane[op.lane] for op in self.links.ops]
-        self._seconds = [machine.seconds(op) for op in self.links.ops]
+        self._of_lane = {lane: servers[machine.server(lane)] for lane in LANES}
         self._ready = [index for index, missing in enumerate(self.links.missing) if not missing]
         self._now = 0.0
         self._starts: dict[int, float] = {}
@@ -116,7 +116,9 @@ class _Run:
     def start_what_is_ready(self) -> bool:
         """Let every lane serve its most urgent operation; return False if nothing is under way."""
         for index in self._ready:
-            self._server_of[index].offer((self.links.ops[index].priority, index), self._seconds[index])
+            made, number, _ = self.links.find(index)
+            op = made.operations[number]
+            self._of_lane[op.lane].offer((op.priority, index), made.seconds[number])
         self._ready = []
         for server in self._servers:
             index = server.serve(self._now) if server.changed else None
@@ -125,7 +127,8 @@ class _Run:
             heapq.heappush(self._events, (server.until, index, server.turn))
             if index not in self._starts:
                 self._starts[index] = self._now
-                self.memory.take(self.links.ops[index], self.links.step_of[index])
+                made, number, _ = self.links.find(index)
+                self.memory.take(made.takes[number])
         return bool(self._events)
 
     def end_what_is_next(self) -> None:
@@ -133,54 +136,114 @@ class _Run:
         self._now = self._events[0][0]
         while self._events and self._events[0][0] == self._now:
             _, index, turn = heapq.heappop(self._events)
-            server = self._server_of[index]
+            made, number, step = self.links.find(index)
+            op = made.operations[number]
+            server = self._of_lane[op.lane]
             if turn == server.turn:  # otherwise it was overtaken meanwhile
                 server.free()
-                self._end(index)
+                self.memory.give(made.gives[number])
+                self.spans.append(Span(op, self._starts[index], self._now, step))
+                if op.lane == COMPUTE or made.last_computation is None:
+                    self.step_ends[step] = self._now
+                self._ready += self.links.over(index)
 
-    def _end(self, index: int) -> None:
-        op, step = self.links.ops[index], self.links.step_of[index]
-        self.memory.give(op, step)
-        self.spans.append(Span(op, self._starts[index], self._now, step))
-        if op.lane == COMPUTE or not self.links.computes[step]:
-            self.step_ends[step] = self._now
-        self._ready += self.links.over(index)
+
+class _List:
+    """An operation list on a machine: what every step that plays it needs again.
+
+    An operation's number is its place in the list.
+    """
+
+    def __init__(self, operations: Sequence[Op], machine: Machine, memory: _Memory) -> None:
+        self.operations = operations
+        self.seconds = [machine.seconds(op) for op in operations]
+        self.last_computation: int | None = None
+        self.numbers: dict[Key, int] = {}
+        self.num_needed: list[int] = []
+        """Number of operations of the list that each one needs."""
+        self.dependents: list[list[int]] = [[] for _ in operations]
+        """The operations of the list that need each one."""
+        self._waits: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+        holds = {hold.name: hold for op in operations for hold in op.takes}
+        self.takes = [[memory.change(hold) for hold in op.takes] for op in operations]
+        self.gives = [[memory.change(holds[name]) for name in op.gives] for op in operations]
+        for number, op in enumerate(operations):
+            for key in op.needs:
+                self.dependents[self.numbers[key]].append(number)
+            self.num_needed.append(len(op.needs))
+            self.numbers[op.key] = number
+            if op.lane == COMPUTE:
+                self.last_computation = number
+
+    def waits(self, before: Sequence[_List]) -> list[tuple[int, int, int]]:
+        """Return what waits for earlier steps: operation, number of the list ``before``, operation of that list.
+
+        ``before`` has the lists of the steps before, the latest first.
+        """
+        which = tuple(map(id, before))
+        if which not in self._waits:
+            self._waits[which] = [
+                (number, place, there)
+                for number, op in enumerate(self.operations)
+                for key in op.needs_previous
+                for place, there in _first_with(before, key)
+            ]
+        return self._waits[which]
+
+
+def _first_with(lists: Sequence[_List], key: Key) -> list[tuple[int, int]]:
+    """Return the number of the first list that has ``key``, and the operation's; empty if none has it."""
+    found = ((place, made.numbers[key]) for place, made in enumerate(lists) if key in made.numbers)
+    return list(itertools.islice(found, 1))
 
 
 class _Links:
     """Dependencies of the operations. Operations of all steps have one index, which is also their order of service."""
 
-    def __init__(self, steps: Sequence[Sequence[Op]]) -> None:
-        self.ops = [op for operations in steps for op in operations]
-        self.step_of = [step for step, operations in enumerate(steps) for _ in operations]
-        self.computes = [any(op.lane == COMPUTE for op in operations) for operations in steps]
+    def __init__(self, steps: Sequence[_List]) -> None:
         self.missing: list[int] = []
-        self._dependents: list[list[int]] = [[] for _ in self.ops]
-        earlier: dict[Key, int] = {}
+        """Number of operations that each one still waits for."""
+        self.num_operations = sum(len(made.operations) for made in steps)
+        self._steps = steps
+        self._step_of: list[int] = []
+        self._starts: list[int] = []
+        self._later: dict[int, list[int]] = {}  # operations of later steps that wait for one
+        latest: dict[int, int] = {}  # by list, the first index of the latest step that plays it
+        before: list[_List] = []
         returned: int | None = None  # the last computation of the step before
-        for operations in steps:
-            here: dict[Key, int] = {}
-            computed = returned
-            for op in operations:
-                index = len(self.missing)
-                needed = [here[key] for key in op.needs]
-                needed += [earlier[key] for key in op.needs_previous if key in earlier]
-                if returned is not None and not op.needs:
-                    needed.append(returned)
-                for other in needed:
-                    self._dependents[other].append(index)
-                self.missing.append(len(needed))
-                here[op.key] = index
-                computed = index if op.lane == COMPUTE else computed
-            returned = computed
-            earlier.update(here)
+        for step, made in enumerate(steps):
+            start = len(self.missing)
+            self._starts.append(start)
+            self._step_of += [step] * len(made.operations)
+            self.missing += made.num_needed
+            for number, place, there in made.waits(before):
+                self._wait(start + number, latest[id(before[place])] + there)
+            if returned is not None:
+                for number, needed in enumerate(made.num_needed):
+                    if not needed:
+                        self._wait(start + number, returned)
+            if made.last_computation is not None:
+                returned = start + made.last_computation
+            latest[id(made)] = start
+            before = [made, *(other for other in before if other is not made)]
+
+    def _wait(self, index: int, other: int) -> None:
+        self._later.setdefault(other, []).append(index)
+        self.missing[index] += 1
+
+    def find(self, index: int) -> tuple[_List, int, int]:
+        """Return an operation's list, its number there, and its step."""
+        step = self._step_of[index]
+        return self._steps[step], index - self._starts[step], step
 
     def over(self, index: int) -> list[int]:
         """Note that operation ``index`` is over, and return the operations that waited only for it."""
+        made, number, step = self.find(index)
+        start, missing = self._starts[step], self.missing
         ready = []
-        for other in self._dependents[index]:
-            self.missing[other] -= 1
-            if not self.missing[other]:
+        for other in (*(start + each for each in made.dependents[number]), *self._later.get(index, ())):
+            missing[other] -= 1
+            if not missing[other]:
                 ready.append(other)
         return ready
 
@@ -222,31 +285,40 @@ class _Server:
 
 
 class _Memory:
-    """The buffers held, and the most bytes ever held."""
+    """The bytes held, and the most ever held, by place and by class of buffer."""
 
     def __init__(self) -> None:
-        self.peak: Counter[str] = Counter()
-        self.peak_by_kind: Counter[tuple[str, str]] = Counter()
-        self._held: dict[tuple[int, tuple], Hold] = {}
-        self._by_kind: Counter[tuple[str, str]] = Counter()
-        self._total: Counter[str] = Counter()
+        self._by_place: dict[str, list[int]] = {}  # now, and the most
+        self._by_kind: dict[tuple[str, str], list[int]] = {}
 
-    def take(self, op: Op, step: int) -> None:
-        for hold in op.takes:
-            kind = (hold.place, hold.kind)
-            self._held[step, hold.name] = hold
-            self._by_kind[kind] += hold.nbytes
-            self._total[hold.place] += hold.nbytes
-            self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self._by_kind[kind])
-            self.peak[hold.place] = max(self.peak[hold.place], self._total[hold.place])
+    def change(self, hold: Hold) -> _Change:
+        """Return what taking ``hold`` changes."""
+        place = self._by_place.setdefault(hold.place, [0, 0])
+        return place, self._by_kind.setdefault((hold.place, hold.kind), [0, 0]), hold.nbytes
 
-    def give(self, op: Op, step: int) -> None:
-        for name in op.gives:
-            hold = self._held.pop((step, name))
-            self._by_kind[hold.place, hold.kind] -= hold.nbytes
-            self._total[hold.place] -= hold.nbytes
+    def take(self, changes: Sequence[_Change]) -> None:
+        for place, kind, nbytes in changes:
+            for count in (place, kind):
+                count[0] += nbytes
+                if count[0] > count[1]:
+                    count[1] = count[0]
+
+    def give(self, changes: Sequence[_Change]) -> None:
+        for place, kind, nbytes in changes:
+            place[0] -= nbytes
+            kind[0] -= nbytes
+
+    @property
+    def peak(self) -> dict[str, int]:
+        return {place: most for place, (_, most) in self._by_place.items()}
+
+    @property
+    def peak_by_kind(self) -> dict[tuple[str, str], int]:
+        return {kind: most for kind, (_, most) in self._by_kind.items()}
 
 
+_Change = tuple[list[int], list[int], int]
+"""Counts of a place and of a class of buffers, and the bytes by which they change."""
 SHADES = " .:-=+*#"
 """Characters for the busy fraction of a column, in eighths; the last is for a lane that is busy all the time."""
 

@@ -43,6 +43,8 @@ _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, li
 _OF_TORCH = ("dtype", "layout", "memory_format")
 """The kinds of torch constants, each stored by the name that torch gives it."""
 _MOST_JSON_INT = 2**63
+_ITSELF = {type(None), bool, float, str}
+"""Types whose values are stored as they are."""
 
 
 def encode(value: Any, where: str = "progress", known: Known | None = None) -> Any:
@@ -87,6 +89,11 @@ def _encode(value: Any, where: str, known: Known | None) -> Any:
 
 
 def _encode_items(items: Any, where: str, known: Known | None) -> list[Any]:
+    """Return each item as JSON-able data. Many numbers or texts alone, as an order of samples, are copied at once."""
+    kinds = {*map(type, items)}
+    is_short = kinds == {int} and min(items) >= -_MOST_JSON_INT and max(items) < _MOST_JSON_INT
+    if is_short or kinds <= _ITSELF:
+        return [*items]
     return [_encode(item, f"{where}[{i}]", known) for i, item in enumerate(items)]
 
 

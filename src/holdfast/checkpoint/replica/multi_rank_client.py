@@ -281,10 +281,10 @@ class Replicas(Replica):
     # Messages to and from the other ranks
 
     def _how_far(self) -> int:
-        """Return the step up to which this rank's part survives. Reports a failure of the replica to all ranks."""
+        """Return the step up to which this rank's part survives. Reports a failure of the replica to all, once."""
         failure = self._helper.failure
-        if failure is not None and self.agreement is not None:
-            self.agreement.failure = self.agreement.failure or failure
+        if failure is not None and self.agreement is not None and self.agreement.failure is None:
+            self.agreement.failure = failure
             self.agreement.fail(failure)
         return self._handed if failure is None and self._drift is None else self.durable_step
 

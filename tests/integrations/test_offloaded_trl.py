@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -122,7 +123,7 @@ def policy(kind, folder, output, *, trainer="GRPO", adapters=False, callbacks=()
     return kind(getattr(trl, f"{trainer}Trainer"))(
         model=AutoModelForCausalLM.from_pretrained(folder),
         args=getattr(trl, f"{trainer}Config")(output_dir=str(output), **usual | own | options),
-        reward_funcs=letters,
+        reward_funcs=Letters(),
         train_dataset=prompts,
         eval_dataset=prompts.select(range(2)),
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -131,8 +132,17 @@ def policy(kind, folder, output, *, trainer="GRPO", adapters=False, callbacks=()
     )
 
 
-def letters(completions, **_):
-    return [float(len(text)) for text in completions]
+class Letters:
+    """One letter more for each call, so that what it holds counts."""
+
+    __name__ = "letters"
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completions, **_):
+        self.calls += 1
+        return [float(len(text) * self.calls) for text in completions]
 
 
 def lora():
@@ -144,21 +154,26 @@ def itself(kind):
     return kind
 
 
+ENTROPY = {"entropy_coef": 0.05, "entropy_target": 5.77, "entropy_coef_delta": 0.02}
+"""A coefficient of the loss that follows the entropy, at the last micro-batch of a step."""
 SCRIPTS = {
     "sft packed": (sft, {"packing": True, "packing_strategy": "wrapped"}),
-    "dpo reference": (dpo, {}),
     "sft": (sft, {}),
+    "dpo reference": (dpo, {}),
+    "sft adapters": (sft, {"adapters": True}),
     "dpo adapters": (dpo, {"adapters": True}),
     "dpo": (dpo, {"precompute_ref_log_probs": True}),
-    "reward": (reward, {}),
-    "grpo": (policy, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}),
-    "sft adapters": (sft, {"adapters": True}),
+    "grpo": (
+        policy,
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "use_adaptive_entropy": True} | ENTROPY,
+    ),
     "grpo adapters": (policy, {"adapters": True}),
     "rloo": (policy, {"trainer": "RLOO"}),
+    "reward": (reward, {}),
 }
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_log_is_that_of_the_script_in_memory(tmp_path, folder, name):
     script, options = SCRIPTS[name]
@@ -174,7 +189,7 @@ def test_the_log_is_that_of_the_script_in_memory(tmp_path, folder, name):
 
 
 @pytest.mark.campaign(keep=2)
-@pytest.mark.parametrize("name", ["sft adapters", "grpo adapters", "sft", "dpo adapters"])
+@pytest.mark.parametrize("name", ["sft adapters", "sft", "grpo adapters", "dpo adapters"])
 def test_an_interrupted_script_ends_the_same(tmp_path, folder, name):
     script, options = SCRIPTS[name]
     whole = script(offloaded, folder, tmp_path / "a", **options, logging_first_step=True)
@@ -214,28 +229,68 @@ def test_texts_of_other_weights_are_refused(tmp_path, folder, options, said):
     assert not (tmp_path / "out" / "_holdfast").exists()
 
 
-class Talks(TrainerCallback):
-    """Continues a text after the second step."""
+def test_a_trainer_that_failed_in_its_first_step_begins_anew(tmp_path, folder, monkeypatch):
+    import trl
 
-    def __init__(self):
-        self.texts = []
+    whole = policy(offloaded, folder, tmp_path / "a")
+    torch.manual_seed(0)
+    whole.train()
+    trainer = policy(offloaded, folder, tmp_path / "b")
+    loss, calls = trl.GRPOTrainer.compute_loss, itertools.count()
+
+    def failing(*args, **kwargs):
+        if next(calls) == 1:
+            raise Interrupted
+        return loss(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(trl.GRPOTrainer, "compute_loss", failing)
+        torch.manual_seed(0)
+        trainer.train()
+    trainer.reward_funcs[0].calls = 0
+    trainer.train()
+    assert logged(trainer) == logged(whole)
+
+
+class Talks(TrainerCallback):
+    """Continues a text after the second step, and is refused elsewhere."""
+
+    def __init__(self, is_plain):
+        self.texts, self.refused, self._is_plain = [], 0, is_plain
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if state.global_step == 2:
             tokens = processing_class(words(0, 4), return_tensors="pt")
-            with torch.no_grad():
+            with torch.inference_mode():
                 self.texts.append(model.generate(**tokens, max_new_tokens=4, do_sample=False).tolist())
+            if not self._is_plain:
+                with (
+                    ThreadPoolExecutor(1) as thread,
+                    pytest.raises(ModelNotSupported, match="another thread"),
+                ):
+                    thread.submit(_called, model, tokens).result()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, processing_class=None, **kwargs):
+        if not self._is_plain:
+            with pytest.raises(BadInput, match="the weights after the step already"):
+                _called(model, processing_class(words(0, 4), return_tensors="pt"))
+            self.refused += 1
+
+
+def _called(model, tokens):
+    with torch.no_grad():
+        return model(**tokens)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_callback_may_generate_between_steps(tmp_path, folder, adapters):
-    plain, held = Talks(), Talks()
+    plain, held = Talks(is_plain=True), Talks(is_plain=False)
     options = {"adapters": adapters, "gradient_checkpointing": False}  # which has no key-value cache
     sft(itself, folder, tmp_path / "a", callbacks=[plain], **options).train()
     trainer = sft(offloaded, folder, tmp_path / "b", callbacks=[held], **options)
     forward = vars(trainer.model).get("forward")
     trainer.train()
-    assert held.texts == plain.texts and len(held.texts) == 1
+    assert held.texts == plain.texts and len(held.texts) == 1 and held.refused == 4
     with pytest.raises(ModelNotSupported, match="Call it under"):
         trainer.model(input_ids=torch.ones(1, 2, dtype=torch.int64))
     trainer.engine.close()

@@ -47,7 +47,7 @@ def test_calls_of_the_model_between_steps_are_passes_of_the_engine(tmp_path):
         with torch.no_grad():
             loss = model(**batch)
         assert not loss.requires_grad and loss.item() == engine.evaluate([batch])
-        with pytest.raises(ModelNotSupported, match="outside of a training step.*Call it under"):
+        with pytest.raises(ModelNotSupported, match=r"outside of a training step.*Call it under"):
             model(**batch)
         with pytest.raises(ModelNotSupported, match=r"engine\.state_dict\(\)"):
             model.state_dict()

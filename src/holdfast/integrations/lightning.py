@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from ..checkpoint.options import Exactness
+from ..checkpoint.options import Exactness, refuse_bad_resume
 from ..errors import BadInput
 from .lightning_fit import Fit, FitCallback
 from .lightning_state import refuse_callbacks
@@ -35,6 +35,7 @@ class HoldfastCallback(FitCallback):
 
     def __init__(self, run: str | Path, *, exactness: Exactness = "state", **options: Any) -> None:
         refuse_callback_options(options)
+        refuse_bad_resume(None, None, exactness)
         super().__init__(run, options, exactness)
 
     def _make_fit(self, trainer: Trainer) -> Fit:

@@ -191,6 +191,7 @@ class Training:
             **modules_of(model, type(model).__name__),
             **{f"callback {i} {type(each).__name__}": each for i, each in enumerate(callbacks)},
             **datasets_of(self._loader),
+            **_rewards_of(trainer),
             "trainer": trainer,
             "args": trainer.args,
             "state": trainer.state,
@@ -391,6 +392,15 @@ class _Logged:
 
     def entries_of(self, text: str) -> list[dict[str, Any]]:
         return [decode(json.loads(line)) for line in text.splitlines()]
+
+
+def _rewards_of(trainer: Any) -> dict[str, Any]:
+    """Return the reward functions of a trainer of TRL that are objects, by name."""
+    return {
+        f"reward {i} {type(each).__name__}": each
+        for i, each in enumerate(getattr(trainer, "reward_funcs", ()))
+        if hasattr(each, "__dict__") and not isinstance(each, nn.Module)
+    }
 
 
 def _whole(value: Any) -> Any:

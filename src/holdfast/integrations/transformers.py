@@ -19,7 +19,7 @@ from typing import Any
 import transformers
 from transformers import Trainer, TrainerCallback
 
-from ..checkpoint.options import Exactness
+from ..checkpoint.options import Exactness, refuse_bad_resume
 from ..errors import BadInput
 from ..supervised.attempt import training_directory
 from .out_of_core.offloaded_trainer import offloaded
@@ -45,6 +45,7 @@ class HoldfastCallback(TrainerCallback):
 
     def __init__(self, run: str | Path, *, exactness: Exactness = "state", **options: Any) -> None:
         refuse_callback_options(options)
+        refuse_bad_resume(None, None, exactness)
         self.run, self.exactness, self.options = training_directory(run), exactness, options
         self._covered = False
 

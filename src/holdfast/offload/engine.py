@@ -499,13 +499,21 @@ class Engine:
         """
         return self._forward(list(calls))
 
-    def take_calls(self, modules: Sequence[nn.Module]) -> None:
+    def take_calls(self, modules: Sequence[nn.Module], check: Callable[[], object] = lambda: None) -> None:
         """Let the script call the model itself under ``torch.no_grad()``, between steps: each call is one pass.
+
+        Calls on other threads than this one are refused, as training is under way there.
 
         Args:
             modules: The model, and modules inside of it that are called by themselves, such as one in adapters.
+            check: Called before each call; raises if the model's values are not those that the script expects.
         """
-        self.held.take_calls(modules, lambda call: self.run_calls([call])[0])
+
+        def run(call: Callable[[], Any]) -> Any:
+            check()
+            return self.run_calls([call])[0]
+
+        self.held.take_calls(modules, run)
 
     def _forward(self, calls: list[Callable[[], Any]], takes_loss: bool = False) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""

@@ -2,7 +2,8 @@
 
 Their class generates in the middle of a micro-batch, at the first one that needs new texts. The engine computes the
 micro-batches of a step together, so all texts of a step are made before it, with the same weights. Each call of the
-model is a pass of the engine then, so a token of all texts takes one pass over the blocks. Names are those of TRL 1.16.
+model is a pass of the engine then, so a token of the texts that are generated together takes one pass over the blocks.
+Names are those of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def refuse_generation(trainer: Any) -> None:
     if accumulation % every:
         raise BadInput(
             f"steps_per_generation times num_iterations is {every}, and a step has {accumulation} micro-batches: texts"
-            " are generated for each step anew. Give num_iterations=1, and leave out steps_per_generation."
+            " are generated for each step anew. Give num_iterations=1, and leave out steps_per_generation and"
+            " generation_batch_size."
         )
     for setting, instead in {
         "use_vllm": "leave it out: the engine generates",
@@ -57,6 +59,14 @@ def refuse_generation(trainer: Any) -> None:
             "the reference is the adapter 'ref' of the model, which the engine does not switch to: merge the adapter"
             " into the model and begin a new one, or give beta=0"
         )
+
+
+def begin(trainer: Any) -> None:
+    """Forget what an earlier call of ``train`` has left that ended in its first step. No step was done."""
+    if generates(type(trainer)):
+        trainer._step, trainer._buffered_inputs = 0, None
+        for metrics in trainer._metrics.values():
+            metrics.clear()
 
 
 def prepared(trainer: Any, batches: Sequence[Any], prepare: Any) -> list[Any]:

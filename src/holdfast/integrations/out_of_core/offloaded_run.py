@@ -51,6 +51,8 @@ class OffloadedTraining(Training):
         self._items_of_step: Any = None
         self._losses: list[float] = []
         """The losses of the present step that the loop has not got yet."""
+        self._counted_step = -1
+        """The number of steps that the trainer had counted when the engine did the present one."""
         self._loss = threading.local()
         """The loss that the micro-batch on this thread would go backward from."""
 
@@ -80,9 +82,12 @@ class OffloadedTraining(Training):
             trainer.model, optimizer, self._run, loader=self, normalize="sum", **(usual | self._options)
         )
         inner = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # its generate calls itself
-        self.engine.take_calls([trainer.model, *[inner] * (inner is not trainer.model)])
+        self.engine.take_calls(
+            [trainer.model, *[inner] * (inner is not trainer.model)], self._refuse_amid_step
+        )
         if self._restored is None:
             self._first_step = self.engine.steps_done
+            generation.begin(trainer)
         return self.engine
 
     # Replacements of the trainer's methods
@@ -151,6 +156,15 @@ class OffloadedTraining(Training):
         norm = self._opened.results["grad_norm"]
         return torch.tensor(float("nan") if norm is None else norm, dtype=torch.float32)
 
+    def _refuse_amid_step(self) -> None:
+        """Raise ``BadInput`` where the engine has done a step that the trainer has not counted yet."""
+        if self._trainer.state.global_step == self._counted_step:
+            raise BadInput(
+                "the model was called in the middle of an optimizer step (on_substep_end, on_pre_optimizer_step or"
+                " on_optimizer_step), where it has the weights after the step already: call it in on_step_begin or"
+                " on_step_end"
+            )
+
     @property
     def _opened(self) -> Engine:
         assert self.engine is not None
@@ -161,11 +175,13 @@ class OffloadedTraining(Training):
         assert self._opened.results is not None
         if self._attributes is not None:
             self._attributes.restore(self._opened.results["attributes"])
+        self._counted_step = self._trainer.state.global_step
         if (generated := self._opened.results.get("generated")) is not None:
             generation.restore(self._trainer, generated)
 
     def _do_step(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> None:
-        trainer, batches = self._trainer, self._batches_of_step
+        trainer, batches, model = self._trainer, self._batches_of_step, self._trainer.model
+        assert model is not None
         accelerator: Any = trainer.accelerator
         takes_loss = takes_only_the_loss(trainer)
         results: dict[str, Any] = {"losses": None, "attributes": None}
@@ -181,15 +197,16 @@ class OffloadedTraining(Training):
         ]
         with references(trainer, self._opened, batches):
             vars(accelerator)["backward"] = self._leave_backward
-            syncs = accelerator.sync_gradients
-            ends = trainer.model.register_forward_hook(  # losses ask it, as TRL's control of the entropy does
-                lambda *_: accelerator.gradient_state._set_sync_gradients(losses.count(None) == 1)
+            set_syncs, syncs = accelerator.gradient_state._set_sync_gradients, accelerator.sync_gradients
+            ends = model.register_forward_hook(  # losses ask it, as TRL's control of the entropy does
+                lambda *_: set_syncs(losses.count(None) == 1)
             )
+            self._counted_step = trainer.state.global_step
             try:
                 self._opened.step(calls)
             finally:
                 ends.remove()
-                accelerator.gradient_state._set_sync_gradients(syncs)
+                set_syncs(syncs)
                 del vars(accelerator)["backward"]
 
     def _call(
@@ -204,6 +221,7 @@ class OffloadedTraining(Training):
         num_items, model = self._items_of_step, self._trainer.model
 
         def call() -> torch.Tensor:
+            self._trainer.accelerator.gradient_state._set_sync_gradients(m == len(losses) - 1)
             returned = training_step(model, batch, num_items)
             loss = self._loss.value
             del self._loss.value

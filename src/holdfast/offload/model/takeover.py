@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..memory.parameter_shards import memory_order
 from ..runtime import Runtime
 from .absent_parameters import AS_TENSORS
 from .blocks import EMPTY, configurations, install
+from .microbatches import on_micro_batch
 
 MARK = "_holdfast_taken"
 
@@ -209,25 +211,27 @@ def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[Removabl
 
 
 class DirectCalls:
-    """The forward of ``module`` until ``remove``: as it was inside the engine, and elsewhere a call for ``run``."""
+    """The forward of ``module`` until ``remove``: as it was on a micro-batch, and elsewhere a call for ``run``."""
 
-    def __init__(
-        self, module: nn.Module, in_engine: Callable[[], bool], run: Callable[[Callable[[], Any]], Any]
-    ) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[Callable[[], Any]], Any]) -> None:
         """Replace the forward.
 
         Args:
             module: The model, or one inside of it that scripts call.
-            in_engine: Returns True while the engine runs the model.
             run: Returns what the call returns that it is given, from a pass of the engine.
         """
         self._module, self._own, forward = module, vars(module).get("forward"), module.forward
+        thread = get_ident()
 
         @wraps(forward)  # libraries look at its signature
         def direct(*args: Any, **kwargs: Any) -> Any:
             call = partial(forward, *args, **kwargs)
-            if in_engine():
+            if on_micro_batch() or self._is_removed:
                 return call()
+            if get_ident() != thread:
+                raise ModelNotSupported(
+                    _instead("was called on another thread", "Call it where it is trained")
+                )
             if torch.is_grad_enabled():
                 raise ModelNotSupported(
                     _instead("was called outside of a training step", "Call it under torch.no_grad()")
@@ -235,13 +239,16 @@ class DirectCalls:
             with torch.inference_mode(False), torch.no_grad():
                 return run(call)
 
+        self._direct, self._is_removed = direct, False
         vars(module)["forward"] = direct
 
     def remove(self) -> None:
-        """Put the module's own forward back."""
-        del vars(self._module)["forward"]
-        if self._own is not None:
-            vars(self._module)["forward"] = self._own
+        """Put the module's own forward back, unless the script has given it another one."""
+        self._is_removed = True
+        if vars(self._module).get("forward") is self._direct:
+            del vars(self._module)["forward"]
+            if self._own is not None:
+                vars(self._module)["forward"] = self._own
 
 
 def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -273,7 +273,7 @@ class HeldModel:
         The first is the model; others are modules inside of it that scripts call.
         """
         self._hooks[0].remove()  # the refusal
-        self._hooks += [DirectCalls(module, lambda: self.in_use, run) for module in modules]
+        self._hooks += [DirectCalls(module, run) for module in modules]
 
     def refuse_changes(self) -> None:
         """Raise ``BadInput`` if modules, parameters or groups are other ones than when the model was handed over."""

@@ -239,9 +239,10 @@ def test_a_trainer_that_failed_in_its_first_step_begins_anew(tmp_path, folder, m
     loss, calls = trl.GRPOTrainer.compute_loss, itertools.count()
 
     def failing(*args, **kwargs):
-        if next(calls) == 1:
+        value = loss(*args, **kwargs)
+        if next(calls) == 1:  # when the first micro-batch is counted
             raise Interrupted
-        return loss(*args, **kwargs)
+        return value
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(trl.GRPOTrainer, "compute_loss", failing)

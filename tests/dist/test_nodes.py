@@ -57,8 +57,8 @@ def test_nothing_lost_needs_no_new_base(world, tmp_path):
 
 
 def test_fewer_nodes_go_on_without_the_lost_one(world, tmp_path):
-    """Nodes of two ranks; the node that is left becomes two of one rank, each with a disk, of which one is new."""
-    before = cut(world, tmp_path, nodes=[0, 0, 1, 1])
+    """One rank keeps the copies of a node of two, and goes on as two nodes, of which one has a new disk."""
+    before = cut(world, tmp_path, nodes=[0, 0, 1])
     shutil.rmtree(tmp_path / "run-0")
     said = goes_on(world, tmp_path, nodes=[0, 1], disks=[1, 2])
     assert {each["resumed"] for each in said} == {8}

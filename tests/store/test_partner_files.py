@@ -15,7 +15,7 @@ SEGMENT = "journal/rank-00001/step-000000000001.t0001.log"
 
 
 def send(disk):
-    """A segment in two groups, and a file of two blocks. What is acknowledged is marked."""
+    """A segment in two groups, and files of two blocks from two ranks in turn. What is acknowledged is marked."""
     files = PartnerFiles(disk)
     files.write(SEGMENT, 4096, 0, memoryview(b"a" * 1024))
     files.sync(SEGMENT)
@@ -25,8 +25,10 @@ def send(disk):
     disk.ack(("records", 2048))
     for start in (0, 2048):
         files.write(NAME + ".tmp", 4096, start, memoryview(b"c" * 2048))
+        files.write(OTHER + ".tmp", 4096, start, memoryview(b"d" * 2048))
     files.finish(NAME)
     disk.ack(("file", 2048))
+    files.finish(OTHER)
     files.close()
 
 
@@ -53,7 +55,7 @@ def test_what_is_acknowledged_survives_a_power_cut():
     disk = SimDisk()
     send(disk)
     assert [image.position for image in images(disk) if wrong(image)] == []
-    assert disk.size(NAME) == 4096 and copied_files(disk) == {NAME: 4096, SEGMENT: 4096}
+    assert disk.size(NAME) == 4096 and copied_files(disk) == {NAME: 4096, OTHER: 4096, SEGMENT: 4096}
 
 
 @pytest.mark.parametrize(

@@ -214,13 +214,14 @@ class PartnerFiles:
 
     def finish(self, path: str) -> None:
         """Make the temporary file of ``path`` durable under its name."""
-        folder, _, _ = path.rpartition("/")
-        self._disk.sync(self._open[folder][1], why="partner's data")
+        folder, half = path.rpartition("/")[0], path + TEMPORARY
+        file = self._file(half, self._disk.size(half))  # ranks that share this one send files in turn
+        self._disk.sync(file, why="partner's data")
         self._close(folder)
         failpoints.reach("after_copy_written")
-        self._disk.rename(path + TEMPORARY, path)
+        self._disk.rename(half, path)
         self._disk.sync_dir(folder, why="partner's data directory")
-        self._unnamed.discard(path + TEMPORARY)
+        self._unnamed.discard(half)
         failpoints.reach("after_copy_renamed")
 
     def has(self, path: str, nbytes: int) -> bool:

@@ -93,13 +93,14 @@ def test_a_trace_that_somebody_takes_is_left_to_him(tmp_path):
     assert events_of(tmp_path, "timeline") == []
 
 
-def test_an_evaluation_is_neither_in_a_timeline_nor_in_what_steps_moved(tmp_path):
+def test_what_comes_between_steps_is_neither_in_a_timeline_nor_in_what_steps_moved(tmp_path):
     events = EventLog(tmp_path / "events.jsonl")
     with offload(tmp_path, events=events, recomputed_fraction=1.0) as engine:
         for number in range(4):
             engine.step(batches(number, 2))
             engine.wait()
             engine.evaluate(batches(9, 3))
+            engine.state_dict()
     [moves] = [event["moves"] for event in events_of(tmp_path, "schedule")]
     steps = events_of(tmp_path, "step")
     for event in steps[1:]:

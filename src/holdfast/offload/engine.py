@@ -379,9 +379,17 @@ class Engine:
     def _values(self, trained: bool = False) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
-        with nullcontext() if self._run.data_parallel.alone else self._closing_on_error():
+        alone = self._run.data_parallel.alone
+        with self._untold(), nullcontext() if alone else self._closing_on_error():
             values = trained_values if trained else state_dict
             return values(self._run, self.held.captured)
+
+    @contextmanager
+    def _untold(self) -> Iterator[None]:
+        """Count the bytes that the body moves for no step in the event log."""
+        before = traffic(self._run)
+        yield
+        self._told = difference(traffic(self._run), difference(before, self._told))
 
     @on_host_by_default
     def close(self) -> None:
@@ -521,14 +529,13 @@ class Engine:
         self._catch_up()
         self._refuse_edits(self._call(f"a forward pass of {len(calls)} micro-batches", self.held.edited))
         results: list[Any] = []
-        before, together = traffic(self._run), self._plan.evaluation_batches
-        with evaluating(self._run.model), self._other_sizes():
+        together = self._plan.evaluation_batches
+        with evaluating(self._run.model), self._other_sizes(), self._untold():
             for start in range(0, len(calls), together):
                 step = self._steps.evaluation(calls[start : start + together])
                 with self._only_losing(), torch.no_grad(), self._running(step, takes_loss):
                     self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
-        self._told = difference(traffic(self._run), difference(before, self._told))
         return results
 
     @contextmanager

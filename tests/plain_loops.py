@@ -78,7 +78,7 @@ class Task:
     """What the numbers of a run depend on."""
 
     count: int = 2
-    """Of micro-batches."""
+    """The number of micro-batches of a step."""
     clip_norm: float | None = None
     per_block: bool = False
     """Each block is clipped by itself, and left out where its norm is not finite."""

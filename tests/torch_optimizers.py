@@ -38,7 +38,7 @@ def configurations(one_way: bool = False) -> dict[str, tuple[str, dict[str, Any]
     """
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for kind, choices in OPTIONS.items():
-        ways = [{}] if kind == "Muon" else [*WAYS, *[{"fused": True}] * (kind in FUSED)]
+        ways = [{}] if kind == "Muon" else [*[{"fused": True}] * (kind in FUSED), *WAYS]
         for (i, options), (j, way) in product(enumerate(choices), enumerate(ways)):
             if one_way and (i - j) % len(ways):
                 continue

@@ -132,7 +132,7 @@ def empty(path):
     os.truncate(path, 0)
 
 
-HARMS, PARTS = [truncate, extend, empty, os.unlink], ["blocks.1", "manifest", "index", "timeline"]
+HARMS, PARTS = [truncate, os.unlink, extend, empty], ["blocks.1", "manifest", "index", "timeline"]
 
 
 def harmed(run, harm, what):

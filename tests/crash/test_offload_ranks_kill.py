@@ -31,9 +31,11 @@ def world():
 
 @pytest.fixture(scope="module")
 def seconds(world, tmp_path_factory):
-    """What a run takes that nobody disturbs."""
-    root, started = tmp_path_factory.mktemp("undisturbed"), time.perf_counter()
-    world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=OPTIONS[0])
+    """What a run takes that nobody disturbs, in ranks that have loaded torch."""
+    for number in range(2):
+        started = time.perf_counter()
+        root = tmp_path_factory.mktemp(f"undisturbed-{number}")
+        world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=OPTIONS[0])
     return time.perf_counter() - started
 
 
@@ -61,13 +63,13 @@ PLACES = [
 ]
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", range(12))
 def test_ranks_are_killed_at_failpoints_in_turn(world, tmp_path, seed):
     """Where a process comes to its end before, another directory is the next one's."""
     chance, said, number = random.Random(seed), [], 0
-    options = OPTIONS[seed % 3] | SOON
+    options = OPTIONS[(seed + seed // 6) % 3] | SOON
     for rank, failpoint in chance.sample(PLACES, 3):
         order = {"steps": STEPS, "micro_batches": COUNT, "options": options, "failpoint": [rank, failpoint]}
         now = world.run(RANKS, root=tmp_path / str(number), **order)
@@ -90,9 +92,10 @@ def test_a_rank_is_killed_at_any_moment_over_drives_that_change(world, tmp_path,
     lists = [[str(tmp_path / name) for name in names] for names in (["one"], ["two"], ["two", "one"], [])]
     options = chance.choice(OPTIONS) | SOON
     for used in chance.sample(lists, 3):
-        moment = [chance.randrange(RANKS), chance.uniform(0, seconds)]
+        moment = [chance.randrange(RANKS), chance.uniform(0, 0.7 * seconds)]
         said += world.run(
             RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=options | {"drives": used}, rates={},
             kill_after=moment,
         )  # fmt: skip
+    assert any(each["code"] == -9 for each in said), said
     go_on_to_the_end(world, root, options | {"drives": chance.choice(lists)}, said)

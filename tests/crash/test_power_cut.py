@@ -52,7 +52,7 @@ class Cutting:
         return outcome
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.crash
 @pytest.mark.parametrize("way", [{}, {"retain": 1, "commit_every": 3, **ON_SSD}], ids=["mixed", "SSD"])
 def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference, text, disk, folder, way):

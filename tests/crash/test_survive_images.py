@@ -32,7 +32,7 @@ from survive_run import FEATURE, OPTIMIZER, digest
 
 ROOT, STEPS = "/sim", 9
 SAMPLES = 5 if CAMPAIGN else 2
-"""So many show each sync that is left out."""
+"""Random images of each moment: enough to show each sync that is left out."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -63,7 +63,7 @@ def test_adapters_of_a_folder_that_is_never_in_memory_have_the_bits_of_one_proce
     equal_on_ranks(world, tmp_path, tiny_folders.write_folder(tmp_path / "folder"))
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8", "torchao"])
 def test_adapters_of_a_quantised_folder_have_the_bits_of_one_process(world, tmp_path, kind):
     pytest.importorskip("bitsandbytes")

@@ -57,7 +57,7 @@ def test_what_is_no_average_any_more_is_copied_again(world, tmp_path, how, early
     assert (each_step(said, "early"), each_step(said, "copied_again")) == (early, again)
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "how, slow",
     one_in(2, ["plain", "some unused, views", "static", "nested", "nested, views", "strided"], [False, True]),

@@ -157,19 +157,19 @@ def itself(kind):
 ENTROPY = {"entropy_coef": 0.05, "entropy_target": 5.77, "entropy_coef_delta": 0.02}
 """A coefficient of the loss that follows the entropy, at the last micro-batch of a step."""
 SCRIPTS = {
-    "sft packed": (sft, {"packing": True, "packing_strategy": "wrapped"}),
+    "reward": (reward, {}),
     "sft": (sft, {}),
     "dpo reference": (dpo, {}),
     "sft adapters": (sft, {"adapters": True}),
-    "dpo adapters": (dpo, {"adapters": True}),
     "dpo": (dpo, {"precompute_ref_log_probs": True}),
+    "sft packed": (sft, {"packing": True, "packing_strategy": "wrapped"}),
     "grpo": (
         policy,
         {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "use_adaptive_entropy": True} | ENTROPY,
     ),
     "grpo adapters": (policy, {"adapters": True}),
     "rloo": (policy, {"trainer": "RLOO"}),
-    "reward": (reward, {}),
+    "dpo adapters": (dpo, {"adapters": True}),
 }
 
 

@@ -176,8 +176,11 @@ def test_steps_have_every_bit_of_a_plain_loop(tmp_path, devices, case):
     check(run, task, *parts, leave=LEAVE[case["left"]], **options_of(case, tmp_path))
     assert differing(read_atoms(run), stored(run)) == []
     assert [device.problems for device in opened] == [[]] * len(opened)
+    assert bool(opened) == (case["device"] != "host")
     files = LocalStore.read(run).head().files
     assert any(".tile1of" in name for name in files) == (case["files"] == "tiles"), [*files]
+    folders = {each.path.partition("/")[0] for each in files.values()}
+    assert len(folders) == 1 + case["drives"], folders
 
 
 @pytest.mark.slow

@@ -10,18 +10,20 @@ from holdfast.optim import Joined
 from training import batches, decoder, differing, state_of, stored
 
 BLOCKS = 6
+WAYS = [{"fused": True}, {"foreach": True}, {"foreach": False, "fused": False}]
 TOLD = [(kind, options) for kind, choices in torch_optimizers.OPTIONS.items() for options in choices]
 
 
 def joined(model):
-    """One optimizer for each parameter, of all kinds in turn; as the engine computes, fused where there is that."""
+    """One optimizer for each parameter, of all kinds in turn; of those that can be fused some are and some are not."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
     members = []
     for kind, options in TOLD:
         of = matrices.pop() if kind == "Muon" or not rest else rest.pop()
         apart = {} if kind == "Muon" else {"foreach": bool(len(members) % 2)}
-        way = {"fused": True} if kind in torch_optimizers.FUSED else apart
+        before = sum(type(each).__name__ == kind for each in members)
+        way = WAYS[before % len(WAYS)] if kind in torch_optimizers.FUSED else apart
         members.append(torch_optimizers.make(kind, {**options, **way}, [of]))
     return Joined(*members, torch.optim.AdamW([*matrices, *rest], fused=True))
 

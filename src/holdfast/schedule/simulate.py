@@ -164,7 +164,9 @@ class _List:
         self.dependents: list[list[int]] = [[] for _ in operations]
         """The operations of the list that need each one."""
         self._waits: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-        holds = {hold.name: hold for op in operations for hold in op.takes}
+        taken = [hold for op in operations for hold in op.takes]
+        holds = {hold.name: hold for hold in taken}
+        assert len({*taken}) == len(holds), "a buffer is taken in two sizes"
         self.takes = [[memory.change(hold) for hold in op.takes] for op in operations]
         self.gives = [[memory.change(holds[name]) for name in op.gives] for op in operations]
         for number, op in enumerate(operations):
@@ -307,6 +309,7 @@ class _Memory:
         for place, kind, nbytes in changes:
             place[0] -= nbytes
             kind[0] -= nbytes
+            assert kind[0] >= 0, "a buffer is given back that is not held"
 
     @property
     def peak(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from functools import partial
 
 import pytest
 
@@ -136,12 +137,12 @@ HARMS, PARTS = [truncate, os.unlink, extend, empty], ["blocks.1", "manifest", "i
 
 
 def harmed(run, harm, what):
-    """What ``verify`` finds, and where it should."""
+    """A function that returns what ``verify`` finds, and where it should."""
     reader = LocalStore.read(run)
     manifest = reader.head()
     (path,) = [path for path, kind in parts_of(reader, manifest).items() if kind == what]
     harm(run / path)
-    return reader.verify(manifest), path
+    return partial(reader.verify, manifest), path
 
 
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
@@ -149,7 +150,8 @@ def test_a_file_cut_or_gone_is_found(whole, tmp_path, harm):
     for what in PARTS:
         if (what, harm) == ("manifest", os.unlink):  # then there is no such commit
             continue
-        (error,), path = harmed(copy_of(whole, tmp_path / what), harm, what)
+        verify, path = harmed(copy_of(whole, tmp_path / what), harm, what)
+        (error,) = verify()
         assert isinstance(error, (FileMissing, ManifestCorrupt)) and error.path == path and path in str(error)
 
 

@@ -24,6 +24,10 @@ def joined(model):
         apart = {} if kind == "Muon" else {"foreach": bool(len(members) % 2)}
         before = sum(type(each).__name__ == kind for each in members)
         way = WAYS[before % len(WAYS)] if kind in torch_optimizers.FUSED else apart
+        if way.get("foreach") and isinstance(
+            options.get("lr"), torch.Tensor
+        ):  # torch takes it on accelerators alone
+            way = WAYS[0]
         members.append(torch_optimizers.make(kind, {**options, **way}, [of]))
     return Joined(*members, torch.optim.AdamW([*matrices, *rest], fused=True))
 

@@ -71,11 +71,15 @@ def _tables(line: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield "", rows
         return
     figures = {key: value for key, value in line.items() if key not in ABOUT}
-    single = {key: value for key, value in figures.items() if not isinstance(value, dict | list)}
-    if single:
+    apart = {
+        key: value
+        for key, value in figures.items()
+        if isinstance(value, dict) or (isinstance(value, list) and isinstance(next(iter(value), {}), dict))
+    }
+    if single := {key: value for key, value in figures.items() if key not in apart}:
         yield "", [single]
-    for key, value in figures.items():
-        if isinstance(value, dict | list) and value:
+    for key, value in apart.items():
+        if value:
             yield key, list(_rows(value))
 
 

@@ -27,7 +27,7 @@ def generates(trainer_class: type[Trainer]) -> bool:
 
 
 def refuse_generation(trainer: Any) -> None:
-    """Raise ``BadInput`` if texts come from elsewhere, or from other weights than those of the step that they are for.
+    """Raise ``BadInput`` if texts would be of other weights than those of the step that they are for.
 
     Nothing is refused of a trainer that does not generate.
     """
@@ -47,13 +47,6 @@ def refuse_generation(trainer: Any) -> None:
             " are generated for each step anew. Give num_iterations=1, and leave out steps_per_generation and"
             " generation_batch_size."
         )
-    for setting, instead in {
-        "use_vllm": "leave it out: the engine generates",
-        "use_transformers_paged": "leave it out: the engine generates",
-        "sync_ref_model": "leave it out: the weights are not in memory",
-    }.items():
-        if getattr(args, setting, False):
-            raise BadInput(f"{setting}=True does not work with offloaded(): {instead}")
     if "ref" in getattr(trainer.model, "peft_config", ()):
         raise BadInput(
             "the reference is the adapter 'ref' of the model, which the engine does not switch to: merge the adapter"
@@ -62,7 +55,7 @@ def refuse_generation(trainer: Any) -> None:
 
 
 def begin(trainer: Any) -> None:
-    """Forget what an earlier call of ``train`` has left that ended in its first step. No step was done."""
+    """Forget what an earlier call of ``train`` left, which failed in its first step."""
     if generates(type(trainer)):
         trainer._step, trainer._buffered_inputs = 0, None
         for metrics in trainer._metrics.values():

@@ -262,6 +262,9 @@ def _refuse(trainer: Any) -> None:
         "ignore_data_skip": "leave it out: it gives up the position in the data",
         "activation_offloading": "leave it out: the engine keeps block inputs out of memory itself",
         "predict_with_generate": "leave it out",
+        "use_vllm": "leave it out: the engine generates",
+        "use_transformers_paged": "leave it out: the engine generates",
+        "sync_ref_model": "leave it out: the weights are not in memory",
     }.items():
         if getattr(args, name, False):
             raise BadInput(f"{name}=True does not work with offloaded(): {instead}")

@@ -230,7 +230,7 @@ class DirectCalls:
                 return call()
             if get_ident() != thread:
                 raise ModelNotSupported(
-                    _instead("was called on another thread", "Call it where it is trained")
+                    _instead("was called on another thread", "Call it on the thread that trains")
                 )
             if torch.is_grad_enabled():
                 raise ModelNotSupported(

@@ -8,7 +8,7 @@ The model's own forward and backward are traced with tensors that have shapes an
   epilogue and the loss,
 * the bytes that a block's graph holds.
 
-A model of any size is measured in a second, before anything is allocated.
+Of equal blocks one is traced, so a model of any size is measured in a second, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ...state.capture import AS_STORED
 from ..model.blocks import Blocks, Patch, configurations
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
 from ..model.microbatches import extract_loss, module_call
+from .equal_blocks import TracedCall, call_form, output_maker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,37 +118,38 @@ class _Probe:
     def __init__(self, blocks: Blocks, counter: _Counter, backward: bool) -> None:
         self.counter, self.backward, self.blocks = counter, backward, blocks
         self.patch = Patch(blocks, self.call)
+        self.alone = ["forward" in vars(module) for module in blocks.modules]
+        """Whether each block has a forward of its own, so that it cannot be compared with others."""
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
         self.moving: list[int] = []
         """Positions of a block's flattened inputs that need gradients."""
+        self.traced: list[TracedCall] = []
         self.ends: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Outputs of the last block that need gradients, and what the epilogue gets in their place."""
         self.activation_bytes = [0] * len(blocks.modules)
         self.block_flop = self.blocks_flop = 0.0
 
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        forward, last = self.patch.forwards[index], index == len(self.patch.forwards) - 1
+        last = index == len(self.patch.forwards) - 1
         args, kwargs = detached((args, kwargs))
-        before = self.counter.flop
         nbytes = _moving_bytes((args, kwargs))
-        first = not self.measured and bool(nbytes or last)
-        if first:
+        if not self.measured and (nbytes or last):
             self.measured, self.input_bytes = True, nbytes
             self.moving = [i for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if moves(leaf)]
-            self._measure(forward, args, kwargs)
-            self.block_flop = (self.counter.flop - before) / (3 if self.backward else 1)
+            output = self._measure(index, args, kwargs)
+            if not last:
+                return output
         if not last:
             return self._pass(index, args, kwargs)
         if self.blocks.epilogue:
             args, kwargs = moving(self._pass(index, args, kwargs), ()), {}
         self.blocks_flop = self.counter.flop
-        gc.collect()  # a model's own cycles, which would be freed while the last block is measured
         self.last_start, self.counter.peak = self.counter.live, self.counter.live
         if self.blocks.epilogue:
             return args
         with torch.set_grad_enabled(self.backward):
-            output = forward(*args, **kwargs)
+            output = self.patch.forwards[index](*args, **kwargs)
         return self._cut(output, (args, kwargs)) if self.backward else output
 
     def _cut(self, output: Any, inputs: Any) -> Any:
@@ -164,7 +166,7 @@ class _Probe:
             torch.autograd.backward([root for root, _ in ends], [grad for _, grad in ends])
 
     def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a block before the last.
+        """Return the output of a block before the last, or of an epilogue's last.
 
         The bytes that its graph would hold are counted, and not kept.
         """
@@ -174,35 +176,62 @@ class _Probe:
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 leaves[position] = leaf.detach().requires_grad_()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        before, held = self.counter.known.copy(), {}
-
-        def pack(tensor: torch.Tensor) -> None:
-            storage = tensor.untyped_storage()
-            if storage._cdata in self.counter.known and storage._cdata not in before:
-                held[storage._cdata] = storage
-
-        with torch.set_grad_enabled(self.backward), saved_tensors_hooks(pack, _never):
-            output = self.patch.forwards[index](*args, **kwargs)
+        form = self._form(index, args, kwargs) if self.measured else None
+        for equal in self.traced:
+            if form is not None and equal.form == form:
+                self.activation_bytes[index] = equal.activation_bytes
+                return equal.output(leaves)
+        output = self._forward(index, args, kwargs, keep=False)
         self.blocks_flop = self.counter.flop
-        self.activation_bytes[index] = sum(storage.nbytes() for storage in held.values())
-        held.clear()
-        if self.measured:
-            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        return moving(output, (args, kwargs))
+        if not self.measured:
+            return moving(output, (args, kwargs))
+        self._note(form, index, leaves, output)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
-    def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Measure the peak bytes of a forward and a backward."""
+    def _measure(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Measure the peak bytes of a forward and a backward, and their operations; return the output."""
+        form = self._form(index, args, kwargs)
+        before = self.counter.flop
         start = self.counter.peak = self.counter.live
-        with torch.set_grad_enabled(self.backward):
-            output = forward(*args, **kwargs)
+        output = self._forward(index, args, kwargs, keep=True)
         roots = [t for t in pytree.tree_leaves(output) if moves(t)]
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
         self.block_bytes = self.counter.peak - start
+        self.block_flop = (self.counter.flop - before) / (3 if self.backward else 1)
+        self.blocks_flop = self.counter.flop
+        self._note(form, index, pytree.tree_leaves((args, kwargs)), output)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+    def _forward(self, index: int, args: tuple, kwargs: dict[str, Any], keep: bool) -> Any:
+        """Run a block's forward pass, and count the bytes that its graph holds. ``keep`` the graph or not."""
+        before, held = self.counter.known.copy(), {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self.counter.known and storage._cdata not in before:
+                held[storage._cdata] = storage
+            return tensor if keep else None
+
+        with torch.set_grad_enabled(self.backward), saved_tensors_hooks(pack, _unpacked):
+            output = self.patch.forwards[index](*args, **kwargs)
+        self.activation_bytes[index] = sum(storage.nbytes() for storage in held.values())
+        held.clear()
+        return output
+
+    def _form(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return None if self.alone[index] else call_form(self.blocks.modules[index], index, args, kwargs)
+
+    def _note(self, form: Any, index: int, inputs: list[Any], output: Any) -> None:
+        """Note what the trace of a call found, for calls of the same ``form``."""
+        made = None if form is None else output_maker(output, inputs)
+        if made is not None:
+            self.traced.append(TracedCall(form, self.activation_bytes[index], made))
 
 
-def _never(packed: None) -> torch.Tensor:
-    raise AssertionError("no backward pass goes through this graph")
+def _unpacked(packed: torch.Tensor | None) -> torch.Tensor:
+    assert packed is not None, "no backward pass goes through this graph"
+    return packed
 
 
 def moves(leaf: Any) -> bool:
@@ -260,7 +289,15 @@ def _trace(
     fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
     is_chunked = loss_fn is None and has_ordinary_loss(model)
     head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()
-    with fake, restored(model), _experts_together(model), fakes, probe.patch.applied(), head:
+    with (
+        _without_collection(),
+        fake,
+        restored(model),
+        _experts_together(model),
+        fakes,
+        probe.patch.applied(),
+        head,
+    ):
         counter.known |= {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
@@ -284,6 +321,18 @@ def _trace(
         block_flop=float(probe.block_flop),
         head_flop=float(max(head_flop, 0)),
     )
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage inside the context, so that a model's own cycles are not freed while a block is measured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

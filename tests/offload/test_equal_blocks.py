@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from holdfast.offload.model import equal_blocks
 from holdfast.offload.model.blocks import find_blocks
-from holdfast.offload.setup import block_measurement, equal_blocks
+from holdfast.offload.setup import block_measurement
 from holdfast.offload.setup.block_measurement import MeasuredBlocks, measure
 
 WIDTH = 8

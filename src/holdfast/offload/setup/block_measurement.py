@@ -34,8 +34,8 @@ from ...errors import ModelNotSupported
 from ...state.capture import AS_STORED
 from ..model.blocks import Blocks, Patch, configurations
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
+from ..model.equal_blocks import TracedCall, call_form, output_maker
 from ..model.microbatches import extract_loss, module_call
-from .equal_blocks import TracedCall, call_form, output_maker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class _Probe:
         self.counter, self.backward, self.blocks = counter, backward, blocks
         self.patch = Patch(blocks, self.call)
         self.alone = ["forward" in vars(module) for module in blocks.modules]
-        """Whether each block has a forward of its own, so that it cannot be compared with others."""
+        """For each block, true if it has a forward of its own, so that it cannot be compared with others."""
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
         self.moving: list[int] = []

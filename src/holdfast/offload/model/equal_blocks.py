@@ -1,4 +1,4 @@
-"""Which calls of blocks do the same work, so that tracing one of them is enough.
+"""A comparison of blocks and their calls: of those that do the same work, tracing one is enough.
 
 Two calls are equal if the blocks consist of the same classes with the same settings and shapes, and if their arguments
 have the same shapes. Settings are compared by value where they are plain values, and by identity otherwise: blocks
@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...state.capture import AS_STORED
-from ..model.blocks import REPLACED, is_compiled
-from ..model.side_outputs import DECLARED
+from .blocks import REPLACED, is_compiled
+from .side_outputs import DECLARED
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that are compared as they are."""
@@ -89,7 +89,7 @@ def _argument_form(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class TracedCall:
-    """What the trace of one call found."""
+    """The result of tracing one call."""
 
     form: Any
     activation_bytes: int

@@ -119,7 +119,7 @@ class _Probe:
         self.counter, self.backward, self.blocks = counter, backward, blocks
         self.patch = Patch(blocks, self.call)
         self.alone = ["forward" in vars(module) for module in blocks.modules]
-        """For each block, true if it has a forward of its own, so that it cannot be compared with others."""
+        """True for each block that has a forward of its own, and so cannot be compared with others."""
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
         self.moving: list[int] = []

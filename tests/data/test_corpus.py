@@ -88,6 +88,11 @@ def test_an_index_past_the_end_ends_iteration(folder):
 def test_a_file_and_a_glob_name_the_same_text(folder, monkeypatch):
     by_name = Corpus(str(folder / "a.txt"), context=4)
     by_glob = Corpus(str(folder / "*.txt"), context=4)
+    assert [path.name for path in find_files(str(folder / "**/**/*.txt"))[1]] == [
+        "a.txt",
+        "empty.txt",
+        "z.txt",
+    ]
     monkeypatch.chdir(folder)
     relative = Corpus("*.txt", context=4)
     assert by_name.fingerprint == by_glob.fingerprint == relative.fingerprint

@@ -101,6 +101,7 @@ GOOD = ONE.encode() + b"\n"
         ("a.jsonl", codecs.BOM_UTF32_LE + ONE.encode("utf-32-le"), r"a\.jsonl is UTF-32"),
         ("a.jsonl", GOOD + b'{"text": "a \\ud83d b"}\n', r'a\.jsonl:2 has \\ud83d in "text" \(character 2\)'),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"\n", r"a\.jsonl:1 is no JSON: it is nested too deeply"),
+        ("a.jsonl", b'{"text": "a", "prompt": "b", "completion": "c"}', r'a\.jsonl:1 has "text", and "prompt"'),
         ("a.jsonl", GOOD + b'{"text": "a", "text": "b"}', r'a\.jsonl:2 has "text" twice'),
         ("a.jsonl", GOOD + b'{"text": "a"} {"text": "b"}', r"a\.jsonl:2 is no JSON: something follows"),
         ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}", r"a\.jsonl:1 is no JSON: Exceeds the limit"),

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -110,6 +111,24 @@ def test_the_loss_is_the_classs_own(tmp_path):
     assert trainer.calls == plain.calls == 11
 
 
+class TwoLosses(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        outputs = model.train()(**self._prepare_inputs(inputs))
+        other = outputs.logits.square().mean()
+        self.accelerator.backward(outputs.loss, retain_graph=True)
+        self.accelerator.backward(other)
+        return (outputs.loss + other).detach()
+
+
+def test_gradients_of_two_losses_add_up(tmp_path):
+    logs = []
+    for kind in (TwoLosses, offloaded(TwoLosses)):
+        trainer = make(kind, tmp_path / kind.__name__, max_steps=2)
+        trainer.train()
+        logs.append(logged(trainer))
+    same(logs[1], logs[0])
+
+
 @pytest.mark.slow
 def test_evaluation_and_prediction_are_those_of_the_class(tmp_path):
     def count(predicted):
@@ -193,6 +212,26 @@ def test_interrupted_again_and_again_it_ends_the_same(tmp_path, kind):
         == getattr(whole, "calls", None)
         == (22 if kind == "own loss" else None)
     )
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Texts()[i] for i in range(22))
+
+
+def test_batches_left_at_the_end_of_a_stream_are_of_the_next_step(tmp_path):
+    """Three steps of three micro-batches, and two more, whose gradients the trainer carries into its next pass."""
+    options = {"max_steps": 5, "train_dataset": Stream()}
+    plain = make(Trainer, tmp_path / "plain", **options)
+    plain.train()
+    for event in ("on_step_end", None):
+        trainer = make(
+            offloaded(Trainer), tmp_path / "run", callbacks=[Interrupt(3, event)] if event else [], **options
+        )
+        with pytest.raises(Interrupted) if event else nullcontext():
+            trainer.train()
+        close_engines()
+    same(logged(trainer), logged(plain))
 
 
 def counted(compute_loss, seen, *args, **kwargs):

@@ -161,3 +161,12 @@ def test_uncertain_targets_are_refused(encode, text, messages, why):
 def test_folder_without_template_is_refused(folder):
     with pytest.raises(BadInput, match="has no chat template"):
         Tokenizer(folder).encode_chat(said("a", "b"), None, "chats.jsonl:1")
+
+
+@pytest.mark.parametrize("key", ["tools", "tool_calls", "reasoning_content"])
+def test_what_a_template_leaves_out_is_refused(encode, key):
+    messages = said("Rome?", "It is the sun.")
+    messages[1] |= {"tool_calls": [CALL]} if key == "tool_calls" else {"reasoning_content": "No cloud."}
+    bare = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}" + END
+    with pytest.raises(BadInput, match=f'chats.jsonl:7: the chat template in .* does not write the "{key}"'):
+        encode(bare, messages, TOOLS if key == "tools" else None)

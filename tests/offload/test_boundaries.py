@@ -720,6 +720,23 @@ HIDDEN = {
 }
 
 
+class DrawsFromItsOwnGenerator(Model):
+    class layer(Layer):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x):
+            return super().forward(x) * torch.rand((), generator=self.generator)
+
+
+def test_a_block_with_another_output_when_it_runs_again_is_refused(tmp_path):
+    model = build(DrawsFromItsOwnGenerator)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
+    with pytest.raises(ModelNotSupported, match=r"blocks\.2 has another output when it runs again"):
+        engine.step(batches(0, 2))
+
+
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_a_gradient_that_hides_in_an_object_is_refused_by_name(tmp_path, kind):
     model = build(kind)

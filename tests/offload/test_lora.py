@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import holdfast
 from holdfast.errors import ModelNotSupported
@@ -152,6 +153,26 @@ def test_adapters_of_a_folder_that_is_never_in_memory_train_resume_and_are_expor
     back = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
     assert all(torch.equal(back[name], value) for name, value in every.items())
     assert all((back[name] != begun[name]).any() for name in begun)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_frozen_adapters_and_resized_embeddings_are_saved_as_in_memory(tmp_path):
+    base = tiny_folders.llama(use_cache=False)
+    base.name_or_path = str(write_folder(tmp_path / "folder", dtype=torch.float32))
+    base.resize_token_embeddings(tiny_folders.VOCABULARY + 3)
+    model = adapted(base, init_lora_weights=False)
+    other = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model.add_adapter("other", other)
+    model.set_adapter("other")
+    model.save_pretrained(tmp_path / "expected")
+    with holdfast.offload(model, of_trained(model), tmp_path / "run", precision="fp32") as engine:
+        model.save_pretrained(tmp_path / "found", state_dict=engine.state_dict(trained=True))
+    found, expected = (
+        {str(path.relative_to(root)): load_file(path) for path in root.rglob("*.safetensors")}
+        for root in (tmp_path / "found", tmp_path / "expected")
+    )
+    assert any("embed_tokens" in name for name in expected["adapter_model.safetensors"])
+    assert [name for path, each in expected.items() for name in differing(found[path], each)] == []
 
 
 def test_adapters_made_of_the_layers_values_are_refused_where_these_are_not_in_memory(tmp_path):

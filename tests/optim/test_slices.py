@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.errors import OptimizerNotSupported
+from holdfast.errors import BadInput, OptimizerNotSupported
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
 from holdfast.optim import host_optimizer as host
 from holdfast.optim.declared_state import Form, Slots
@@ -180,3 +180,15 @@ def test_groups_of_joined_optimizers_are_each_updated_by_its_own():
     found = host.HostOptimizer(joined)
     assert [set(found.slots(group, (2, 2)).tensors) for group in (0, 1)] == [set(), {"momentum_buffer"}]
     assert kind_of(joined.members[0], found.snapshot().groups[0]).cut
+
+
+@pytest.mark.parametrize("way", ["register_step_pre_hook", "register_step_post_hook", "step"])
+def test_what_waits_for_a_step_that_is_never_made_is_refused(way):
+    adamw = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    host.HostOptimizer(adamw)
+    if way == "step":
+        adamw.step = print
+    else:
+        getattr(adamw, way)(print)
+    with pytest.raises(BadInput, match=f"AdamW has a .*{way}.*, which would not be called"):
+        host.HostOptimizer(Joined(adamw))

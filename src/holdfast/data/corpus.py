@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
@@ -181,7 +182,8 @@ def find_files(text: str) -> tuple[Path, list[Path]]:
     elif os.path.isdir(text):
         root, found = Path(text), list(_walk(Path(text), set()))
     elif glob.has_magic(text):
-        found = [Path(name) for name in glob.glob(text, recursive=True) if os.path.isfile(name)]
+        names = set(glob.glob(text, recursive=True))  # of several ** it names files more than once
+        found = [Path(name) for name in names if os.path.isfile(name)]
         root = Path(os.path.commonpath([path.parent for path in found]) if found else ".")
     else:
         raise BadInput(f'the text {text!r} does not exist; name a file, a folder, a glob or "stdlib"')
@@ -200,6 +202,11 @@ def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
             subfolders.clear()
             continue
         subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        if links := [path for name in subfolders if os.path.islink(path := os.path.join(folder, name))]:
+            warnings.warn(
+                f"{links[0]} is a link to a folder, which is not read. A glob reads it: {root}/**/*",
+                stacklevel=4,
+            )
         paths = (Path(folder, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
 

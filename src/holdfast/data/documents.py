@@ -275,6 +275,11 @@ def _record(value: Any, where: str) -> Document:
             raise BadInput(f'{where} has "messages" and {other}. Leave out what is not meant.')
         messages, tools = (_plain(told.get(key), key, where) for key in ("messages", "tools"))
         return Document("", None, where, chat_of(messages, tools, where))
+    if is_text and is_pair:
+        raise BadInput(
+            f'{where} has "text", and "prompt" and "completion". Leave out what is not meant: of a text all is learned,'
+            " of a pair the completion."
+        )
     if is_text:
         return Document(told["text"], None, where)
     if is_pair:

@@ -138,6 +138,8 @@ def _digest(path: Path) -> str:
 
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages in which templates find what the assistant thinks before it answers."""
 Messages = list[dict[str, Any]]
 Range = tuple[int, int]
 """The first character, and the one after the last."""
@@ -168,6 +170,7 @@ class ChatTemplate:
         Raises ``BadInput``, which begins with ``where``, if the targets are not certain.
         """
         text, ranges = self._text_and_ranges(messages, tools, where)
+        self._refuse_left_out(text, messages, tools, where)
         found = self._own(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         targets = _marked(found["offset_mapping"], ranges)
         if not any(targets):
@@ -274,6 +277,32 @@ class ChatTemplate:
             raise BadInput(
                 f"{where}: the tokenizer in {self._folder} has no chat template for it: {error}"
             ) from error
+
+    def _refuse_left_out(self, text: str, messages: Messages, tools: Any, where: str) -> None:
+        """Raise ``BadInput`` if the template writes no tools, no calls of them or no thoughts, and the line has some.
+
+        The assistant would learn to say nothing in their place.
+        """
+        without = [("tools", messages, None)] if tools else []
+        for keys in (("tool_calls",), THOUGHTS):
+            if found := [key for key in keys if any(message.get(key) for message in messages)]:
+                bare = [
+                    {"content": ""} | {k: each for k, each in m.items() if k not in keys} for m in messages
+                ]
+                without.append((found[0], bare, tools))
+        for name, fewer, given in without:
+            if self._writes(text, fewer, given, where):
+                raise BadInput(
+                    f'{where}: the chat template in {self._folder} does not write the "{name}". Give one that does'
+                    " (chat_template.jinja), or take them out of the line."
+                )
+
+    def _writes(self, text: str, messages: Messages, tools: Any, where: str) -> bool:
+        """Return whether the template writes ``text`` for a conversation, which it may not take."""
+        try:
+            return self._rendered(messages, tools, where)[0] == text
+        except BadInput:
+            return False
 
     def _refuse_turn(self, where: str, number: int, why: str) -> NoReturn:
         raise BadInput(

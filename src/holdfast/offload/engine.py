@@ -370,7 +370,8 @@ class Engine:
     def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
         """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-        With ``trained``, return only what is trained, such as an adapter, without reading the rest.
+        With ``trained``, return only what is trained, such as an adapter, and what PEFT saves beside adapters, without
+        reading the rest.
         """
         self._check_usable()
         self._refuse_edits(self._call("state_dict", self.held.edited))

@@ -101,6 +101,28 @@ class _Part:
     copy: torch.Tensor | None
 
 
+def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``BadInput`` if the script waits for a step of ``optimizer``, which is never stepped itself.
+
+    Schedules replace its ``step`` to count, and mark that.
+    """
+    for each in (optimizer, *getattr(optimizer, "members", ())):
+        found = [
+            f"a hook (register_step_{when}_hook)"
+            for when in ("pre", "post")
+            for hook in getattr(each, f"_optimizer_step_{when}_hooks", {}).values()
+            if not getattr(hook, "__module__", "").startswith("holdfast.")
+        ]
+        own = vars(each).get("step")
+        if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+            found.append("a step of its own (optimizer.step = ...)")
+        if found:
+            raise BadInput(
+                f"{type(each).__name__} has {found[0]}, which would not be called: its parameters are updated one by"
+                " one, apart from it. Leave it out, and do its work between steps."
+            )
+
+
 class HostOptimizer:
     """The user's optimizer, applied to host memory.
 
@@ -110,8 +132,9 @@ class HostOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Find how each group is updated.
 
-        Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be run out of core.
+        Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be run out of core, ``BadInput`` if it has hooks.
         """
+        refuse_step_hooks(optimizer)
         self._optimizer = optimizer
         self._worker = _Worker()
         self._fused_helpers: Lane | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -75,9 +76,9 @@ class ByteRecipe:
             data.text, context=context, validation_fraction=_held_out_fraction(config)
         )
         if data.validation:
-            self.corpus.validation = Corpus(
-                data.validation, context=context, validation_fraction=0.0
-            ).training
+            held_out = Corpus(data.validation, context=context, validation_fraction=0.0)
+            _warn_of_shared_files(self.corpus, held_out)
+            self.corpus.validation = held_out.training
         with empty_parameters():
             decoder = Decoder(decoder_config(config))
         self.model: nn.Module = decoder
@@ -127,6 +128,7 @@ class FolderRecipe:
         if config.data.validation:
             held_out = self._encoded(config, config.data.validation, "held-out-tokens", 0.0, say)
             _refuse_another_kind(config, text, held_out)
+            _warn_of_shared_files(text, held_out)
             text.validation = held_out.training
         self.corpus: Windowed = text
         self.stack: Stack = text.stack
@@ -194,6 +196,17 @@ Recipe = ByteRecipe | FolderRecipe
 def _held_out_fraction(config: Config) -> float:
     """Return the share of the text that is held out: none where another text is."""
     return 0.0 if config.data.validation else config.data.validation_fraction
+
+
+def _warn_of_shared_files(text: Windowed, held_out: Windowed) -> None:
+    """Warn if a file of the held-out text is one of the text that is trained on."""
+    trained = {path.resolve() for path in text.paths}
+    if shared := [path for path in held_out.paths if path.resolve() in trained]:
+        warnings.warn(
+            f"data.validation holds {shared[0]}, which is also in data.text: it is trained on, so its loss is lower"
+            " than that of other text",
+            stacklevel=2,
+        )
 
 
 def _refuse_another_kind(config: Config, text: Tokens, held_out: Tokens) -> None:

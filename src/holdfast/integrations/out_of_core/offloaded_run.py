@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Trainer
@@ -37,6 +37,16 @@ from . import generation
 from .script_model import do_nothing, left_to_the_engine, precision_of
 
 
+class _Fetched(NamedTuple):
+    """A micro-batch."""
+
+    batch: Any
+    num_items: Any
+    """The number that its loss is divided by; None if it is divided by ``of``."""
+    of: int
+    """The number of micro-batches that were fetched with it, itself included."""
+
+
 class OffloadedTraining(Training):
     """One call of ``train`` with its engine, which treats this object as the loader."""
 
@@ -47,8 +57,12 @@ class OffloadedTraining(Training):
         """The engine's number of steps when the trainer had done none."""
         self._state_before: dict[str, Any] | None = None
         """The state of the trainer before the present step; None before the first."""
-        self._batches_of_step: list[Any] = []
-        self._items_of_step: Any = None
+        self._group: list[_Fetched] = []
+        """The micro-batches of the present step."""
+        self._carried: list[_Fetched] = []
+        """Micro-batches whose step comes with the next group, as their pass over the data ended before a whole one."""
+        self._num_carried = 0
+        """The first of them that were carried over."""
         self._losses: list[float] = []
         """The losses of the present step that the loop has not got yet."""
         self._counted_step = -1
@@ -126,9 +140,18 @@ class OffloadedTraining(Training):
             "random": random_state(),
         }
 
-    def fetched(self, batches: list[Any], num_items: Any) -> None:
-        """Note the micro-batches of the step, and the number of items that their losses are divided by."""
-        self._batches_of_step, self._items_of_step, self._losses = batches, num_items, []
+    def fetched(self, batches: list[Any], num_items: Any, is_whole: bool) -> None:
+        """Note the micro-batches of the step, and the number of items that their losses are divided by.
+
+        After a group that is not whole, at the end of a pass over an ``IterableDataset``, the trainer does no step. Its
+        gradients are part of the next step, whose losses then contain its own.
+        """
+        group = [_Fetched(batch, num_items, len(batches)) for batch in batches]
+        if batches and not is_whole:
+            self._carried, self._losses = self._carried + group, [0.0] * len(batches)
+        elif batches:
+            self._group, self._num_carried = self._carried + group, len(self._carried)
+            self._carried, self._losses = [], []
 
     def loss(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> torch.Tensor:
         """Return the loss of the next micro-batch, as the trainer adds it up. The first call does the whole step.
@@ -138,15 +161,15 @@ class OffloadedTraining(Training):
             prepare: Its own ``_prepare_inputs``.
         """
         if not self._losses:
-            engine, batches = self._opened, self._batches_of_step
+            engine, group = self._opened, self._group
             self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
                 self._take_results()
-            elif batches:
+            elif group:
                 self._do_step(training_step, prepare)
             assert engine.results is not None
             self._losses = list(engine.results["losses"])
-            self._batches_of_step = []  # of many tokens
+            self._group = []  # of many tokens
         return torch.tensor(self._losses.pop(0), dtype=torch.float32, device=self._trainer.args.device)
 
     @property
@@ -180,7 +203,8 @@ class OffloadedTraining(Training):
             generation.restore(self._trainer, generated)
 
     def _do_step(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> None:
-        trainer, batches, model = self._trainer, self._batches_of_step, self._trainer.model
+        trainer, model = self._trainer, self._trainer.model
+        batches: list[Any] = [each.batch for each in self._group]
         assert model is not None
         accelerator: Any = trainer.accelerator
         takes_loss = takes_only_the_loss(trainer)
@@ -218,17 +242,29 @@ class OffloadedTraining(Training):
         results: dict[str, Any],
     ) -> Callable[[], Any]:
         """Return micro-batch ``m`` as a function; the last to run fills the ``results`` of the step."""
-        num_items, model = self._items_of_step, self._trainer.model
+        trainer, fetched, carried = self._trainer, self._group[m], self._num_carried
+        model, num_items = trainer.model, fetched.num_items
+        is_divided = trainer.compute_loss_func is None and (
+            not trainer.model_accepts_loss_kwargs or num_items is None
+        )
+        # the trainer divides by the number of its newest group
+        scale = trainer.current_gradient_accumulation_steps / fetched.of if is_divided else 1.0
 
         def call() -> torch.Tensor:
             self._trainer.accelerator.gradient_state._set_sync_gradients(m == len(losses) - 1)
             returned = training_step(model, batch, num_items)
-            loss = self._loss.value
-            del self._loss.value
-            losses[m] = returned.detach().reshape(())
+            left = vars(self._loss).pop("value", None)
+            if left is None:
+                raise BadInput(
+                    "training_step has not called accelerator.backward(loss), which leaves the backward pass to the"
+                    " engine: call it in the place of loss.backward()"
+                )
+            loss = left if scale == 1.0 else left * scale
+            losses[m] = returned.detach().reshape(()) * scale
             there = [each for each in losses if each is not None]
             if len(there) == len(losses):
-                results["losses"] = torch.stack(there).tolist()  # a device is waited for once in a step
+                values = torch.stack(there).tolist()  # a device is waited for once in a step
+                results["losses"] = [sum(values[: carried + 1]), *values[carried + 1 :]]
                 if self._attributes is not None:
                     results["attributes"] = without_reference_flag(self._attributes.changed())
             return loss
@@ -236,8 +272,10 @@ class OffloadedTraining(Training):
         return call
 
     def _leave_backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """Take the place of ``Accelerator.backward``."""
-        self._loss.value = loss / self._trainer.accelerator.gradient_accumulation_steps
+        """Take the place of ``Accelerator.backward``, whose gradients of several losses add up."""
+        divided = loss / self._trainer.accelerator.gradient_accumulation_steps
+        before = getattr(self._loss, "value", None)
+        self._loss.value = divided if before is None else before + divided
 
     # The loader's interface for the engine
 

@@ -134,13 +134,13 @@ class OffloadedSteps(Trainer):
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         if self._offloaded is None:
-            return super().get_batch_samples(*args, **kwargs)
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._offloaded.before_step()
-        fetched = super().get_batch_samples(*args, **kwargs)
-        self._offloaded.fetched(*fetched)
-        return fetched
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._offloaded.fetched(batches, num_items, is_whole=len(batches) == num_batches)
+        return batches, num_items
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the next micro-batch; at the first, the engine does the whole step."""

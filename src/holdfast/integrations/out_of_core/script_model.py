@@ -11,11 +11,11 @@ from ...offload.engine import Engine
 
 
 def weights_of(engine: Engine, model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, these alone."""
-    dtypes = {each.name: each.parameter.dtype for each in engine.held.captured.parameters}
+    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, what PEFT saves of it."""
     values = engine.state_dict(trained=hasattr(model, "peft_config"))
-    for name in values.keys() & dtypes.keys():  # one by one, so that no two copies of all exist
-        values[name] = values[name].to(dtypes[name])
+    for each in engine.held.captured.parameters:  # one by one, so that no two copies of all exist
+        if each.name in values:
+            values |= dict.fromkeys(each.names, values[each.name].to(each.parameter.dtype))
     return values
 
 

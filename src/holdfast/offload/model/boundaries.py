@@ -33,6 +33,10 @@ from ..memory.transfer_pool import Form
 from .input_changes import fingerprint, hidden_gradient
 from .microbatches import Autocast, BlockCall
 
+SAMPLES = 1024
+"""The elements of an output that two runs of a block are compared by."""
+REPEATED = 2e-2, 1e-3
+"""Accepted difference of the two, as a part of the largest element: in 16 bits and in fp32. Kernels may differ."""
 Seed = tuple[GradientEdge, torch.Tensor]
 """A point of the graph where an input begins, and the gradient that the input has before the backward pass."""
 
@@ -216,6 +220,8 @@ class Boundary:
     """Fingerprints, at the block's first run, of what is kept by reference."""
     graph: Graph | None = None
     """The graph of the block's forward pass, where that is not computed again."""
+    samples: list[torch.Tensor] = field(default_factory=list)
+    """Elements of the output of the block's first run, where the second is compared with it."""
 
     def inputs(self) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
         """Return the block's arguments with new tensors in place of the moving inputs, and those tensors.
@@ -252,6 +258,18 @@ class Boundary:
                     f"{self._name(position)} of {block} was changed after the block ran and before it ran again."
                     " Out-of-core training runs a block twice and keeps what has no gradient by reference: give"
                     " every block a value of its own."
+                )
+
+    def refuse_other_output(self, output: Any, block: str) -> None:
+        """Raise ``ModelNotSupported`` if ``output``, of the block's second run, is not that of the first."""
+        for before, after in zip(self.samples, samples_of(output), strict=False):
+            bound = before.abs().max() * REPEATED[before.dtype == torch.float32]
+            if before.shape != after.shape or bool(((before - after).abs() > bound).any()):
+                raise ModelNotSupported(
+                    f"{block} has another output when it runs again on the same input, so its gradients would be wrong."
+                    " A block runs twice, with the same numbers from the default generators of torch, NumPy and Python:"
+                    " leave generators and counters of its own out, or give Placement(recomputed_fraction=0.0), with"
+                    " which it runs once."
                 )
 
     def _name(self, position: int) -> str:
@@ -382,6 +400,13 @@ class OriginTracker:
                     left.append(before)
                 elif (edge := GradientEdge(before, number)) not in self._thread_sources:
                     self._begin_at(edge)
+
+
+def samples_of(output: Any) -> list[torch.Tensor]:
+    """Return some elements of each real tensor in a block's output, spread evenly."""
+    real = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    flat = [tensor.detach().reshape(-1) for tensor in real if tensor.numel()]
+    return [values[:: -(-len(values) // SAMPLES)].clone() for values in flat]
 
 
 def _is_float(leaf: Any) -> bool:

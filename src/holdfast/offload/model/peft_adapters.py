@@ -6,6 +6,7 @@ PEFT creates both on ``meta`` if the layer that they belong to is on ``meta``.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -88,4 +89,27 @@ def copied_modules(captured: Captured) -> dict[str, tuple[str, ...]]:
         original = known.get(f"{match['module']}.original_module.{match['rest']}") if match else None
         if original is not None:
             found[names[0]] = original
+    return found
+
+
+def saved_with_adapters(model: nn.Module, captured: Captured) -> set[str]:
+    """Return the names of the parameters and buffers that PEFT saves of ``model``; none if it has no adapters.
+
+    Some of them are frozen: adapters that are not active, and embeddings whose number of tokens the script has changed.
+    PEFT chooses from empty tensors here.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return set()
+    from peft import get_peft_model_state_dict
+
+    empty = {name: torch.empty(p.shape, device="meta") for p in captured.parameters for name in p.names}
+    empty |= {name: torch.empty(0, device="meta") for name in captured.buffers}
+    named = {id(value): name for name, value in empty.items()}
+    found: set[str] = set()
+    with warnings.catch_warnings(action="ignore"):  # they come again when PEFT saves
+        for adapter, config in configs.items():
+            if not config.is_prompt_learning:  # its values are trained, and computed for each file
+                chosen = get_peft_model_state_dict(model, empty, adapter_name=adapter).values()
+                found |= {named[id(value)] for value in chosen if id(value) in named}
     return found

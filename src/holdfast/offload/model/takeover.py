@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BadInput, ModelNotSupported
+from ...optim.host_optimizer import refuse_step_hooks
 from ...state.capture import Captured
 from ..memory.parameter_shards import memory_order
 from ..runtime import Runtime
@@ -157,6 +158,7 @@ class WatchedModel:
 
     def refuse_changes(self) -> None:
         """Raise ``BadInput`` naming the first thing that has changed; nothing is lost by it."""
+        refuse_step_hooks(self._optimizer)
         with AS_TENSORS():
             changed = [(name, before) for name, p, before in self._parameters if p.requires_grad != before]
         if changed:

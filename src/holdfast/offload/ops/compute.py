@@ -22,7 +22,7 @@ from .. import rng
 from ..memory.block_states import BlockState
 from ..memory.residency import Gradients
 from ..model.blocks import install
-from ..model.boundaries import BlockOutput, Boundary, Graph, refuse_hidden
+from ..model.boundaries import BlockOutput, Boundary, Graph, refuse_hidden, samples_of
 from ..model.input_changes import InputWatch
 from ..model.microbatches import (
     RESIDENT,
@@ -55,6 +55,8 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
             args, kwargs, _ = boundary.inputs()
             with torch.no_grad():
                 output = _run_block(run, step, m, boundary, args, kwargs)
+            if run.attributes.looking and m == 0:
+                boundary.samples = samples_of(output)
     _deliver(run, step, m, boundary, output)
     if block and boundary.host is not None:  # what stayed goes to the host now
         boundary.device = None
@@ -134,6 +136,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
                 assert boundary.host is not None
                 boundary.device = [run.device.bring(tensor) for tensor in boundary.host]
             output, graph = _with_graph(run, step, m, boundary)
+            boundary.refuse_other_output(output, run.blocks[block].name)
             if is_last:
                 _deliver(run, step, m, boundary, output)
             elif step.gauge is not None:

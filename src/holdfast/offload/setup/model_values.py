@@ -27,6 +27,7 @@ from ..memory.parameter_shards import ParameterEntry
 from ..memory.unit_files import UnitFile
 from ..model.absent_parameters import AS_TENSORS
 from ..model.blocks import Owned, install
+from ..model.peft_adapters import saved_with_adapters
 from ..model.quantised_layers import close_layers
 from ..model.takeover import (
     MARK,
@@ -53,8 +54,13 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     for block in range(len(run.units)):
         values.update(values_of(run, block))
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
+    return ordered | _buffers_of(run, captured)
+
+
+def _buffers_of(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+    """Return every persistent buffer, by the model's names, in host memory."""
     plain, held = plain_paths(run.model), {(id(module), key) for module, key in captured.buffers.values()}
-    buffers = {
+    return {
         join(plain[path], key): buffer_at((module, key)).detach().to("cpu", copy=True)
         for path, module in run.model.named_modules(
             remove_duplicate=False
@@ -62,7 +68,6 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
         for key in module._buffers
         if (id(module), key) in held
     }
-    return ordered | buffers
 
 
 def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
@@ -74,15 +79,22 @@ def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 
 
 def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
-    """Return every trained parameter in fp32, by the model's names. Nothing may be under way.
+    """Return every trained parameter in fp32, and what PEFT saves beside them, by the model's names.
 
-    Collective: every rank must call this.
+    Nothing may be under way. Collective: every rank must call this.
     """
+    beside = saved_with_adapters(run.model, captured)
+    wanted = {p.name for p in captured.parameters if p.trained or beside.intersection(p.names)}
     values: dict[str, torch.Tensor] = {}
     for block, unit in enumerate(run.units):
         if unit.trained:
             values.update(_trained(run, block))
-    return {name: values[p.name] for p in captured.parameters if p.trained for name in p.names}
+        if any(each.name in wanted for each in (*unit.frozen, *unit.routed)):
+            values.update(_frozen(run, block))
+    buffers = {name: value for name, value in _buffers_of(run, captured).items() if name in beside}
+    return {
+        name: values[p.name] for p in captured.parameters if p.name in wanted for name in p.names
+    } | buffers
 
 
 def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from checkpoint.loops import make, same
 from holdfast.checkpoint import bucket_copy
@@ -81,6 +82,22 @@ def test_what_the_run_does_not_keep_goes_from_the_copy_too(tmp_path, bucket):
             until(lambda: checkpointer.remote_durable_step == step)  # noqa: B023
     assert [ref.step for ref in RunReader(bucket).commits()] == [8, 6]
     assert RunReader(bucket).commits() == RunReader(tmp_path / "run").commits()
+
+
+def test_a_base_that_was_made_again_is_copied_again(tmp_path, bucket):
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 2)
+        checkpointer.save()
+        until(lambda: [ref.step for ref in RunReader(bucket).commits()] == [2, 0])
+        with torch.no_grad():
+            loop.model.first.weight.mul_(0.5)
+        checkpointer.save()
+    again, other = begin(tmp_path / "other", f"{bucket}-other", seed=5)
+    with other:
+        assert other.resume(source=str(bucket)) == 2
+        assert same(again.state(), loop.state())
 
 
 def test_a_bucket_that_fails_for_a_while_is_caught_up_with(tmp_path, bucket, monkeypatch):

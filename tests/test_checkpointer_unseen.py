@@ -397,6 +397,137 @@ def test_what_was_changed_and_saved_where_there_is_a_base_of_the_step_is_in_anot
     assert all("the state of AdamW" in str(w.message) for w in recwarn)  # what was not saved
 
 
+def test_gradients_that_lie_otherwise_in_memory_do_so_in_replay(tmp_path):
+    """As those of a backward pass by hand. Sums depend on it, and fused kernels."""
+
+    class ByHand(Loop):
+        def iterate(self, i):
+            data = torch.randn(40, 30, generator=torch.Generator().manual_seed(i))
+            self.model.weight.grad = data.t()
+            self.optimizer.step()
+
+    def make():
+        model = lambda: nn.Linear(40, 30, bias=False)  # noqa: E731
+        return ByHand(model, lambda p: torch.optim.Adafactor(p, lr=0.05))
+
+    loop, again = recovered(tmp_path, make, 3)
+    assert same(again.state(), loop.state())
+
+
+@pytest.mark.parametrize("updates_after", [False, True])
+def test_what_is_multiplied_inside_of_autocast_is_so_in_replay(tmp_path, updates_after):
+    class Cast(Loop):
+        def go(self, checkpointer, until):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                super().go(checkpointer, until)
+
+        @torch.no_grad()
+        def project(self):
+            weight = self.model[0].weight
+            weight.sub_(weight @ weight.T @ weight, alpha=0.01)
+
+    def make():
+        return Cast(optimizer=None if updates_after else lambda p: torch.optim.Adafactor(p, lr=0.05))
+
+    options = (lambda loop: {"after_update": loop.project}) if updates_after else lambda loop: {}
+    loop, again = recovered(tmp_path, make, 3, options)
+    assert same(again.state(), loop.state())
+
+
+def test_parameters_of_16_bits_are_replayed_with_the_threads_of_training(tmp_path):
+    """Where the piece of a thread ends, an element is rounded otherwise than in a vector."""
+
+    class Half(Loop):
+        def __init__(self):
+            super().__init__(lambda: nn.Linear(1, 100_003).bfloat16(), lambda p: torch.optim.SGD(p, lr=0.01))
+
+        def iterate(self, i):
+            for parameter in self.model.parameters():
+                shape, chance = parameter.shape, torch.Generator().manual_seed(i)
+                parameter.grad = torch.randn(shape, generator=chance).bfloat16()
+            self.optimizer.step()
+
+    def resume(run):
+        loop = Half()
+        other, done = loop.checkpointer(run)
+        other.close()
+        return loop, done
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        loop = Half()
+        checkpointer, _ = loop.checkpointer(tmp_path)
+        with checkpointer:
+            loop.go(checkpointer, 8)
+        torch.set_num_threads(1)
+        with pytest.warns(UserWarning, match=r"trained with torch.set_num_threads\(3\)"):
+            again, done = resume(tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    assert done == 8 and same(again.state(), loop.state())
+
+
+class Rows(Loop):
+    """Few rows of the first parameter have a gradient, so that a change of another may stay unseen by fingerprints."""
+
+    def __init__(self):
+        super().__init__(lambda: nn.Embedding(500, 16))
+
+    def iterate(self, i):
+        self.model(torch.arange(i, i + 4)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def change(self):
+        """No counter shows it."""
+        self.model.weight.data[300] = 7.0
+
+
+def test_what_nothing_counts_is_saved_where_there_is_a_base_of_the_step(tmp_path):
+    loop = Rows()
+    checkpointer, _ = loop.checkpointer(tmp_path / "run")  # which makes a base of step 0
+    with checkpointer:
+        loop.change()
+        checkpointer.save()
+        loop.go(checkpointer, 2)
+        checkpointer.wait()
+        copy_of_live_run(tmp_path / "run", tmp_path / "killed")
+    again = Rows()
+    other, done = again.checkpointer(tmp_path / "killed")
+    other.close()
+    assert done == 2 and same(again.state(), loop.state())
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_no_records_lead_past_a_change_whose_base_is_gone(tmp_path, closes):
+    """The base that ``save`` made after it, and not the step before, is what further records follow."""
+    loop = Rows()
+    checkpointer, _ = loop.checkpointer(tmp_path, base_every=100)
+    with checkpointer:
+        loop.go(checkpointer, 3)
+        before = loop.state()
+        loop.change()
+        checkpointer.save()
+        loop.go(checkpointer, 3 if closes else 6)
+    if closes:
+        loop = Rows()
+        checkpointer, _ = loop.checkpointer(tmp_path, base_every=100)
+        with checkpointer:
+            loop.go(checkpointer, 6)
+    [manifest] = (tmp_path / "commits").glob("step-000000000003.*")
+    again = Rows()
+    other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 6 and same(again.state(), loop.state())
+    manifest.unlink()
+    again = Rows()
+    with pytest.warns(UserWarning, match="not the one that step 4 was trained from"):
+        other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 3 and same(again.state(), before)
+
+
 def test_iterations_in_which_nobody_steps_are_told_and_then_refused(tmp_path, monkeypatch):
     """Descent by hand, through ``.data``."""
     monkeypatch.setattr(mutation_check, "HINT", 5)

@@ -469,7 +469,7 @@ class Checkpointer:
         if all(self._ranks.everyone(self._backend.has_time())):
             with self._ending_on_error():
                 self._training.measured(metrics)
-                self._backend.save_snapshot(again=True)
+                self._save_snapshot(again=True)
         elif not self._ranks.rank:
             tell(
                 f"{self._store.root}: step {self.steps_done:,} is among the best and is not kept, since a base would"
@@ -536,7 +536,7 @@ class Checkpointer:
         with self._ending_on_error():
             what = self._backend.barrier(stop)
             if what == "base":
-                self._backend.save_snapshot()
+                self._save_snapshot()
         if what == "stop":
             self._leave()
 
@@ -560,9 +560,11 @@ class Checkpointer:
         def lacks() -> bool:
             """Return whether the current state has no snapshot yet."""
             self._refuse_between()
-            return self._backend.base_step < self.steps_done or self._has_moved()
+            is_there = self._backend.base_step >= self.steps_done and not self._has_moved()
+            return not (is_there and self._backend.has_state_in_base())
 
         self._make_base_if(lacks)
+        self._backend.note_saved()
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the current one) is durable. Raises the error of a failed write.
@@ -595,7 +597,7 @@ class Checkpointer:
             return (
                 is_lacking,
                 is_lacking and self._has_moved(),
-                is_lacking and self._optimizer_hooks.has_changes,
+                is_lacking and self._is_changed(),
             )
 
         asked = self._ranks.all_do(look)
@@ -604,8 +606,17 @@ class Checkpointer:
                 if any(changed for _, _, changed in asked):
                     self._training.forget_metrics()
                 self._training.note_again(is_no_place)
-                self._backend.save_snapshot(again=any(moved for _, moved, _ in asked))
-                self._optimizer_hooks.saved()
+                self._save_snapshot(again=any(moved for _, moved, _ in asked))
+
+    def _save_snapshot(self, again: bool = False) -> None:
+        """Make a snapshot of the current step, and accept the state as it is. Collective: every rank must call this."""
+        self._backend.save_snapshot(again)
+        self._optimizer_hooks.saved()
+
+    def _is_changed(self) -> bool:
+        """Return whether tensors were changed since the last step: in a way that was seen, or else in the base's."""
+        has_base = self._backend.base_step >= self.steps_done
+        return self._optimizer_hooks.has_changes or (has_base and not self._has_moved())
 
     def _has_moved(self) -> bool:
         """Return whether a snapshot would differ from the last step, because something was changed since."""

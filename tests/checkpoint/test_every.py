@@ -12,6 +12,7 @@ from checkpoint.loops import cut_small, make, manifests, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, DiskFull
 from holdfast.events import read_events
+from holdfast.schedule.interval import step_cadence
 from support.switching import EVERY, SMALL, switch_often
 from test_checkpointer import ADAMW, go_on, reference, start
 
@@ -215,6 +216,49 @@ def test_across_every_change_the_newest_durable_step_comes_back_bit_for_bit(tmp_
         go_on(loop, checkpointer, stop + 4)
         checkpointer.close()
         assert loop.losses == losses[each * resumed : each * (stop + 4)]
+
+
+class Diary:
+    """A text that grows, of which records hold the new end."""
+
+    text = "begun " * 1000
+
+    def state_dict(self):
+        return {"text": self.text}
+
+    def load_state_dict(self, state):
+        self.text = state["text"]
+
+
+def test_records_that_begin_again_right_after_a_base_follow_what_it_holds(tmp_path, switching, monkeypatch):
+    """The last choice of bases alone ends with one; then the script changes something that no record has."""
+    monkeypatch.setattr(step_cadence, "LEAST_STEPS", 6)
+
+    def begin():
+        loop, diary = make(ADAMW), Diary()
+        things = {"every": "auto", "also": {"diary": diary}}
+        return loop, diary, Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, **things)
+
+    def write():
+        diary.text += f"{checkpointer.steps_done} "
+        checkpointer.step()
+
+    loop, diary, checkpointer = begin()
+    checkpointer.resume()
+    while checkpointer.steps_done < 18:
+        ended = not checkpointer._backend.records_steps
+        loop.iteration(checkpointer.steps_done, write)
+        checkpointer._backend.recorder.drain()
+        if ended and checkpointer._backend.records_steps:
+            assert checkpointer.steps_done % EVERY == 0
+            with torch.no_grad():
+                loop.model.first.weight[0, 0] = 7.0
+    checkpointer.wait()
+    left(checkpointer)
+    again, text, checkpointer = begin()
+    with checkpointer:
+        assert checkpointer.resume() == 18
+        assert same(again.state(), loop.state()) and text.text == diary.text
 
 
 def test_it_changes_in_both_directions_and_says_so(tmp_path, switching, caplog):

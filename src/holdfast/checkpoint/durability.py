@@ -80,6 +80,17 @@ class DurabilityBackend(ABC):
     def base_step(self) -> int:
         """The step of the newest snapshot, as far as this rank knows."""
 
+    def has_state_in_base(self) -> bool:
+        """Return whether the snapshot of the current step holds the state as it is now, as far as is known.
+
+        Called where nothing was seen to change since that snapshot.
+        """
+        return True
+
+    def note_saved(self) -> None:
+        """Note that the script has asked for a snapshot of the current state, which it may have changed before."""
+        return
+
     @property
     def records_steps(self) -> bool:
         """Return whether the next step is to be kept by itself; otherwise only a later snapshot keeps its result."""

@@ -9,16 +9,19 @@ progress is recorded, by replay and replicas, and by recovery for its warnings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
+from ..accelerators import current_kind
 from ..optim.kinds import is_elementwise
 from ..optim.torch_threads import set_torch_threads
 from ..state.live_state import LiveState
 
 Settings = Mapping[str, Any]
+LEAST_EXACT = 4
+"""The bytes of the smallest element whose update has the same bits in a vector and by itself, on a CPU."""
 
 
 def computing() -> dict[str, Any]:
@@ -64,9 +67,13 @@ def recorded_settings(progress: Mapping[str, Any], base: Mapping[str, Any]) -> S
 def depends_on_products(state: LiveState, after_update: Callable | None) -> bool:
     """Return whether the bits of a step may depend on the number of threads or the precision of matrix products.
 
-    An elementwise update has the same bits with any.
+    An elementwise update has the same bits with any, unless it is of 16-bit parameters on the host: the ends of the
+    pieces that threads get are computed element by element, and rounded otherwise than whole vectors.
     """
-    return after_update is not None or not all(map(is_elementwise, state.optimizers))
+    if after_update is not None or not all(map(is_elementwise, state.optimizers)):
+        return True
+    own = (each.parameter for each in state.parameters if state.is_trained(each))
+    return any(p.device.type == "cpu" and p.element_size() < LEAST_EXACT for p in own)
 
 
 @contextmanager
@@ -94,6 +101,23 @@ def _compute_as(before: Settings, now: Settings) -> None:
         torch.set_default_dtype(getattr(torch, now["default_dtype"]))
     if before["products"] != now["products"]:
         set_product_precision(now["products"])
+
+
+def autocast_now() -> dict[str, str] | None:
+    """Return the dtype of autocast by type of device, as JSON, where it is on; None if it is off."""
+    kinds = [kind for kind in ("cpu", current_kind()) if kind is not None and torch.is_autocast_enabled(kind)]
+    return {kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds} or None
+
+
+@contextmanager
+def autocast_as(told: Mapping[str, str] | None) -> Iterator[None]:
+    """Apply the autocast that ``autocast_now`` returned inside the context. Matrix products depend on it."""
+    here, there = autocast_now() or {}, told or {}
+    with ExitStack() as stack:
+        for kind in {**here, **there}:
+            dtype = getattr(torch, there.get(kind, here.get(kind, "")))
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=kind in there, cache_enabled=False))
+        yield
 
 
 def settings_warnings(recorded: Settings, threads: bool) -> list[str]:

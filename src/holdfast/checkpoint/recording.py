@@ -22,6 +22,7 @@ from ..events import EventLog, tell
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence
 from ..store import run_store
+from ..store.format.manifest import Manifest
 from ..store.log.chain import DURABLE_AT_FORK
 from ..store.log.journal import uncopied
 from ..store.node_store import NodeStore
@@ -114,6 +115,13 @@ class LogBackend(DurabilityBackend):
     @property
     def base_step(self) -> int:
         return self.pace.base_step
+
+    def has_state_in_base(self) -> bool:
+        return self.pace.has_state_of(self._training.steps_done)
+
+    def note_saved(self) -> None:
+        if self.records_steps:
+            self._sealer.follow(self._training.state, self._training.steps_done)
 
     @property
     def records_steps(self) -> bool:
@@ -321,6 +329,8 @@ class LogBackend(DurabilityBackend):
         told_anywhere = self._training.ranks.everyone(told)  # a node that lost its directory has no base
         pace.continue_cadence(next((each for each in told_anywhere if each is not None), None))
         self._pace = pace
+        if found is not None and (isinstance(found.point, Manifest) or found.is_approximate):
+            self.note_saved()  # the base may hold what the script changed after the last record
 
     def _slot_pool(self) -> StagingPool:
         """Return a pool for the state as it is now: that of the timeline before, if it serves."""

@@ -1,9 +1,10 @@
 """The copying of a run to an object store, so that everything listed there can be recovered at any time.
 
 The order is that of the disk: log records and payload, then indexes, and the manifest last, by a conditional put. No
-object is written again with other content. Payload files of a directory are, so in the bucket they are named by their
-checksums, and the manifest there uses these names. Log records are grouped into objects anew, whatever segments they
-come from. Every block is verified on its way; objects that are there are not sent again. Sizes are bytes.
+object is written again with other content, except the manifest of a step that the run's writer published again. Payload
+files of a directory are, so in the bucket they are named by their checksums, and the manifest there uses these names.
+Log records are grouped into objects anew, whatever segments they come from. Every block is verified on its way; objects
+that are there are not sent again. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -139,16 +140,23 @@ class Pusher:
     def _missing(self) -> list[Manifest]:
         """Return the commits of the directory that are to be copied, newest first."""
         found = {}
+        newest = max(self._local.commits(), default=None)  # no other is published again
         for ref in _newest_first(self._local):
             if ref in self._damaged:
                 continue
             with suppress(CommitRetired):
                 try:
-                    found[ref] = self._local.load(ref) if ref not in self._published else self._published[ref]
+                    is_known = ref in self._published and ref != newest
+                    found[ref] = self._published[ref] if is_known else self._local.load(ref)
                 except Damaged as error:
                     self._give_up(ref, error)
         unwanted = self._unwanted({**found, **self._published}, self._local.timelines()[0])[0]
-        return [each for ref, each in found.items() if ref not in self._published and ref not in unwanted]
+        return [each for ref, each in found.items() if self._lacks(each) and ref not in unwanted]
+
+    def _lacks(self, manifest: Manifest) -> bool:
+        """Return whether the bucket has no commit of this step, or one that the writer has replaced since."""
+        there = self._published.get(manifest.ref)
+        return there is None or there.created < manifest.created
 
     def _begin(self) -> None:
         """Read the state of the bucket, once.
@@ -204,9 +212,13 @@ class Pusher:
                     " was there: push again, and let one process remove what is not kept"
                 )
         if not self._disk.put_new(copy.path, copy.encode()):
-            copy = self._remote.load(copy.ref)  # another process pushes too, and was faster
-            if copy.key != manifest.key:
+            there = self._remote.load(copy.ref)  # an earlier one of the step, or another process was faster
+            if there.key != manifest.key:
                 raise RunMismatch(f"{self._disk.root / copy.path} is of another run than {self._local.root}")
+            if there.created < copy.created:
+                self._disk.put(copy.path, copy.encode())
+            else:
+                copy = there
         self._published[copy.ref] = copy
         self._done.commits.append(copy.ref)
         self.durable_step = self._reach()

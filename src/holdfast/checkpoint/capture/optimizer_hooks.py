@@ -28,6 +28,7 @@ from ...state.live_state import LiveState
 from ...state.plain_tensors import is_plain, unsupported_kind
 from ...state.progress import hyper_parameters
 from ..compression.codecs import Codec, Trained, trained_of
+from ..numerics import autocast_now
 from .closures import WAY_OUT, ComputedClosure
 from .mutation_check import MutationCheck
 from .rng_draws import drawn_since, generators
@@ -35,7 +36,16 @@ from .staging_buffers import StagingBuffer
 
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes through which a ``GradScaler`` passes values to a fused optimizer."""
-OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after", "own")
+OPTIONAL = (
+    "coefficient",
+    "arguments",
+    "drawn",
+    "drawn_after",
+    "own",
+    "autocast",
+    "autocast_after",
+    "strides",
+)
 """Fields of an update that records contain only where they have a value."""
 
 
@@ -63,6 +73,15 @@ class Update:
     """The state of the generators before ``after_update``, in the last update of an iteration."""
     own: Any = None
     """The optimizer's own state, besides that of parameters, that changed since its last step, as JSON; None if none.
+    """
+    autocast: Any = None
+    """The autocast in which the step was made, as JSON; None without."""
+    autocast_after: Any = None
+    """The autocast in which ``after_update`` was called, in the last update of an iteration."""
+    strides: Any = None
+    """The strides of gradients that lie otherwise in memory than their parameters, by name; None if none does.
+
+    Sums, and fused kernels, depend on them.
     """
 
     def about(self) -> dict[str, Any]:
@@ -236,7 +255,7 @@ class OptimizerHooks:
     def saved(self) -> None:
         """Accept the current state as known, because a snapshot of it was made."""
         self._changes.accept()
-        self.lost = ""
+        self.lost, self._unseen = "", False
 
     def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
         """Set ``lost`` if anything unknown changed the state of optimizer ``index``, or of all optimizers."""
@@ -268,6 +287,7 @@ class OptimizerHooks:
         """Call ``after_update`` after the last of ``updates``, and note the random numbers that it draws."""
         before = generators()
         self._settled = False
+        updates[-1].autocast_after = autocast_now()
         after_update()
         updates[-1].drawn_after = self._drawn_since(before)
 
@@ -315,6 +335,7 @@ class OptimizerHooks:
             index, slot, None, self._codec.about(), hyper_parameters(optimizer.param_groups), without, scaled,
             arguments=_arguments(args[1:], kwargs, closure),
             own=self._state.own[index].changed(self._state) if self._state.own else None,
+            autocast=autocast_now(), strides=_other_strides(trained),
         )  # fmt: skip
         self.updates.append(update)
         try:
@@ -463,6 +484,14 @@ def _fit(trained: Trained, places: dict[str, Place]) -> bool:
         p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype, p.stride())
         for name, p in trained
     )
+
+
+def _other_strides(trained: Trained) -> dict[str, list[int]] | None:
+    """Return the strides of gradients in ``trained`` that are not those of their parameters, as ``Update`` has them."""
+    pairs = [(name, p.grad) for name, p in trained if p.grad is not None and p.grad.stride() != p.stride()]
+    plain = [(name, grad) for name, grad in pairs if not is_distributed(grad)]
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    return {name: list(grad.stride()) for name, grad in plain if dense(grad)} or None
 
 
 def _refuse_scaled(codec: Codec, consumed: dict[str, float]) -> None:

@@ -7,6 +7,9 @@ the same regions, for buffers that may have changed, and by drills.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+
 import torch
 import xxhash
 
@@ -29,6 +32,12 @@ def digests(state: LiveState, owner: str) -> dict[str, str]:
 def all_digests(state: LiveState) -> dict[str, str]:
     """Return the digests of all tensors that this process stores, by key."""
     return {key: found for owner in owners(state) for key, found in digests(state, owner).items()}
+
+
+def digest_of(state: LiveState, names: Iterable[str]) -> str:
+    """Return the xxh3_128 of the parameters ``names`` with their optimizer state, whatever memory order they have."""
+    found = {key: each for name in names for key, each in digests(state, name).items()}
+    return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())
 
 
 def take(state: LiveState, left: list[str], most_bytes: int) -> Digests:

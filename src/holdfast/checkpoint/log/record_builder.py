@@ -16,11 +16,13 @@ from ...state.live_state import LiveState
 from ...state.text_delta import shorten
 from ..capture.async_copy import AsyncHostCopy
 from ..capture.optimizer_hooks import Update
-from ..capture.state_digests import digest
+from ..capture.state_digests import digest, digest_of
 from ..recovery.replay import FlatViews, hashed, sampled
 from ..snapshot.snapshot_image import image_of
 from .recorder import FinalizedStep
 
+FOLLOWS = "follows"
+"""The key of the digest of the state that a record follows, in records after a snapshot that the script asked for."""
 SAMPLES = ""
 """The key, beside those of buffers, of the bytes from which the fingerprint is made."""
 
@@ -39,11 +41,21 @@ class RecordBuilder:
         self._progress: dict[str, Any] | None = None
         """The progress of the record before, with full texts; None if the next record must not depend on it."""
         self._forgotten = False
+        self._follows: tuple[int, str] | None = None
+        """A step, and the digest of the state that the record after it follows; None if records lead there."""
         self._kinds = {key: (atom.dtype, atom.shape) for key, (atom, _) in state.buffers().items()}
 
     def forget(self) -> None:
         """Make the next record independent of earlier ones, because it follows a snapshot."""
         self._forgotten = True
+
+    def follow(self, state: LiveState, step: int) -> None:
+        """Have the record after ``step`` say what state it follows, because records may lead to another one.
+
+        That is so where the script changed the state after the last step, and only a snapshot holds the change. A
+        replay from an earlier snapshot then ends before that record.
+        """
+        self._follows = step, digest_of(state, [parameter.name for parameter in state.stored])
 
     def seal(
         self, state: LiveState, step: int, updates: Sequence[Update], progress: dict[str, Any], base_step: int
@@ -57,6 +69,9 @@ class RecordBuilder:
         told = shorten(progress, None if forgotten else self._progress)
         self._progress = progress if self._shortens else None
         about: dict[str, Any] = {"base": base_step, "updates": [], "buffers": None, "progress": told}
+        if self._follows is not None and self._follows[0] == step - 1:
+            about[FOLLOWS] = self._follows[1]
+        self._follows = None
         for update in updates:
             assert update.slot is not None and update.part is not None
             about["updates"].append({**update.about(), "part": len(parts)})

@@ -33,7 +33,9 @@ from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
 from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
 from ..arithmetic import DESCRIPTIONS, arithmetic_here, differing, operations_of
+from ..capture.state_digests import digest_of
 from ..compression.codecs import ShardingMismatch, Spreads
+from ..log.record_builder import FOLLOWS
 from ..log.recorder import BOUND
 from ..numerics import computing_as, depends_on_products, recorded_settings
 from ..snapshot.snapshot_chunks import SnapshotShard
@@ -401,6 +403,13 @@ class Lineage:
                         raise
                     raise Unreadable(error, step) from error
                 step += 1
+                is_reached = step > self.base.step and not self.is_approximate
+                if is_reached and any(each.follows_another(record) for each, record, _ in found):
+                    raise ReplayMismatch(
+                        step,
+                        f"the state after step {step - 1} is not the one that step {step} was trained from: the script"
+                        f" changed it there and called save(), and the base of that cannot be used.",
+                    )
                 taken = [each.of(record, parts) for each, record, parts in found]
                 how = recorded_settings(taken[0].about["progress"], found[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
@@ -502,6 +511,7 @@ class _Taking:
 
     def __init__(self, share: SnapshotShard, owners: set[str], state: LiveState) -> None:
         self.share, self.owners, self.later = share, owners, share.later_rows(owners)
+        self._state = state
         self._loaded = share.steps_loaded
         # in the writer's order; a fingerprint can be compared only where all parameters are taken
         names = share.boxes if share.boxes.keys() <= owners else ()
@@ -514,6 +524,13 @@ class _Taking:
         """Return the part of ``record`` that the replay takes."""
         skipped = {o for o, at in self._loaded.items() if at >= record.step or o not in self.owners}
         return ReplayRecord(record.about, parts, skipped, self.share.boxes.keys(), self._spreads)
+
+    def follows_another(self, record: StoredRecord) -> bool:
+        """Return whether ``record`` says that it follows another state than the present one."""
+        told = record.about.get(FOLLOWS)
+        return bool(told and self._compared) and told != digest_of(
+            self._state, [each.name for each in self._compared]
+        )
 
     def differs(self, record: StoredRecord) -> bool:
         """Return whether the state differs from that of training after ``record``, as far as fingerprints tell."""

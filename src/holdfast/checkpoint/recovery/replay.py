@@ -30,6 +30,7 @@ from ..capture.rng_draws import draw_again
 from ..capture.staging_buffers import tensors_of
 from ..compression import codecs
 from ..compression.codecs import ShardingMismatch
+from ..numerics import autocast_as
 
 SAMPLED_BYTES = 64
 """Bytes of each parameter that go into a fingerprint."""
@@ -153,7 +154,8 @@ def apply(
         if state.own and "own" in update:
             state.own[update["optimizer"]].apply(state, update["own"])
         draw_again(update.get("drawn"))
-        with closing(state.rounds(optimizer, grads.keys())) as rounds:
+        autocast = autocast_as(update.get("autocast"))
+        with autocast, closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:
                 some = {name: grads[name] for name in names if name in grads}
                 _step(state, optimizer, some, update)
@@ -166,7 +168,8 @@ def apply(
         own = state.buffers(beside=False).keys()
         state.load({key: buffer for key, buffer in buffers.items() if key in own})
         draw_again(about["updates"][-1].get("drawn_after"))
-        after_update()
+        with autocast_as(about["updates"][-1].get("autocast_after")):
+            after_update()
     state.load(buffers)  # recorded after after_update
 
 
@@ -204,11 +207,13 @@ def _step(
     before = [p.grad for p in parameters]
     there = [p.device for p in parameters if state.name_of[id(p)] in grads] or [p.device for p in parameters]
     device = there[0] if there else None  # None for a rank that stored nothing
+    strides = update.get("strides", {})
     keeps_none = type(optimizer).__module__.startswith("torch.optim.")  # of the gradients' memory
     try:
         for parameter in parameters:
-            grad = grads.get(state.name_of[id(parameter)])
-            parameter.grad = None if grad is None else _like(parameter, grad, keeps_none)
+            name = state.name_of[id(parameter)]
+            grad = grads.get(name)
+            parameter.grad = None if grad is None else _like(parameter, grad, keeps_none, strides.get(name))
         for name in CONSUMED:
             if name in consumed:
                 setattr(optimizer, name, torch.tensor(consumed[name], device=device))
@@ -222,18 +227,22 @@ def _step(
             parameter.grad = grad
 
 
-def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> torch.Tensor:
-    """Return ``grad`` with the memory layout and the distribution of ``parameter``.
+def _like(
+    parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool, strides: Sequence[int] | None
+) -> torch.Tensor:
+    """Return ``grad`` with the distribution and the memory layout of ``parameter``, or else with ``strides``.
 
     Raises ``ShardingMismatch`` if the shapes differ.
     """
     held = local_of(parameter.detach())
     if held.shape != grad.shape:
         raise ShardingMismatch(f"a gradient of {tuple(grad.shape)} is not for {tuple(held.shape)}")
-    alike = grad.device == held.device and grad.stride() == held.stride()
+    alike = grad.device == held.device and grad.stride() == (tuple(strides) if strides else held.stride())
     if may_be_itself and alike and not is_distributed(parameter):
         return grad
     made = torch.empty_like(parameter.detach())
+    if strides is not None and not is_distributed(parameter):
+        made = made.as_strided(made.shape, strides)
     # From pinned memory, which a replica's ring is, the copy is only queued; the fingerprint waits for it.
     local_of(made).copy_(grad, non_blocking=is_accelerator(made.device) and grad.is_pinned())
     return made

@@ -227,6 +227,7 @@ class SnapshotScheduler:
             tell(f"{self._store.root}: {why}")
             if self.cadence.copies and self.tuner is not None:
                 self._choose(self.tuner, step)
+                self._distrust_snapshot()
 
     def _copy_alike(self, together: CollectiveSnapshot, step: int) -> None:
         """Copy all shares of a snapshot at the end of ``step``, since no records would bring others to one step.
@@ -268,16 +269,22 @@ class SnapshotScheduler:
         due = not self.bases.under_way and self._is_time(step)
         return due if self._together is None else self._together.is_due(due, self.bases)
 
+    def has_state_of(self, step: int) -> bool:
+        """Return whether the newest snapshot is of ``step`` and holds the state as it is now, by all of its bytes."""
+        newest = self._store.newest_base
+        return newest is not None and newest.step == step and self.bases.is_as_in(newest)
+
     def save_snapshot(self, step: int, again: bool = False) -> None:
         """Make a snapshot of the current ``step``, chunk by chunk. It is durable on return.
 
-        ``again`` replaces a snapshot of this step that lacks later changes. Collective: every rank must call this.
+        ``again`` replaces a snapshot of this step that lacks later changes, as is done where its bytes differ.
+        Collective: every rank must call this.
         """
         self._recorder.drain()
         self._see_published()
         self._restarted()
         there = self.base_step == step and self._together is None  # one that was made beside training
-        if there and not again:
+        if there and not again and self.has_state_of(step):
             self.gap = False
             return
         if self._together is not None:
@@ -413,6 +420,16 @@ class SnapshotScheduler:
             self._choose(tuner, step)
         elif recorded and not self.records and not self._has_room:
             self._stay_with_records(step)
+        if not recorded:
+            self._distrust_snapshot()
+
+    def _distrust_snapshot(self) -> None:
+        """Let no records follow a snapshot that was copied before there were records again.
+
+        Until then nobody looked for changes by the script, and the next record may depend on an earlier one. Called
+        after a step without a record.
+        """
+        self._losses += self.records
 
     @property
     def _has_room(self) -> bool:

@@ -217,6 +217,27 @@ class SnapshotWriter:
         frozen = sum(unit.layout.file_bytes for unit in units if unit.is_frozen)
         return sum(unit.layout.file_bytes for unit in units) - frozen, frozen
 
+    def is_as_in(self, base: Manifest) -> bool:
+        """Return whether the published snapshot ``base`` holds the state as it is now, by all of its bytes.
+
+        Changes through ``.data`` or NumPy are found only so. A snapshot with chunks of earlier steps counts as another.
+        Training waits.
+        """
+        state, owned = self._state, owned_by(self._state)
+        units = divided(owned, state, self._prefix, frozen_in(state))[0]
+        files = base.files
+        if base.oldest_step < base.step or any(unit.name not in files for unit in units):
+            return False
+        images = {unit.name: SnapshotImage(unit.layout, unit.tensors_of(owned)) for unit in units}
+        settle_devices(tensor for held in owned.values() for _, tensor in held.values())
+
+        def is_equal(name: str) -> bool:
+            checksums = files[name].checksums
+            blocks = range(len(checksums))
+            return images[name].first_difference(checksums, blocks, self._recorder.heartbeat) is None
+
+        return self._recorder.do(lambda: all(map(is_equal, images)))
+
     def name_again(self, step: int) -> bool:
         """Name the files of the frozen chunks that have not changed, and return whether this is done.
 

@@ -10,10 +10,13 @@ import torch
 from ...offload.engine import Engine
 
 
-def weights_of(engine: Engine, model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, these alone."""
+def weights_of(engine: Engine, model: Any, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, these alone.
+
+    A process that does not ``keep`` them gets none. Collective: every process must call this.
+    """
     dtypes = {each.name: each.parameter.dtype for each in engine.held.captured.parameters}
-    values = engine.state_dict(trained=hasattr(model, "peft_config"))
+    values = engine.state_dict(trained=hasattr(model, "peft_config"), keep=keep)
     for name in values.keys() & dtypes.keys():  # one by one, so that no two copies of all exist
         values[name] = values[name].to(dtypes[name])
     return values

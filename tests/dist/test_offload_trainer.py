@@ -92,11 +92,10 @@ def test_another_number_of_ranks_goes_on(world, tmp_path):
     script = {"samples": 24, "max_grad_norm": 0.5, "logging_steps": 2, "num_train_epochs": 3}
     of_two = script | {"gradient_accumulation_steps": 3}
     cut = of_two | {"root": str(tmp_path / "cut")}
-    begun = world.run_each(
-        2, [of_two | {"root": str(tmp_path / "whole")}, cut | {"act": [0, "fail", "on_step_end", 2]}]
-    )
-    assert "of this process alone" in begun[1][0]["error"] and "RankFailed" in begun[1][1]["error"], begun
-    whole, commits = begun[0][0], sorted((tmp_path / "cut/_holdfast/commits").iterdir())
+    begun = world.run(2, **cut, act=[0, "fail", "on_step_end", 2])
+    assert "of this process alone" in begun[0]["error"] and "RankFailed" in begun[1]["error"], begun
+    whole = finished(world.run(2, **of_two, root=tmp_path / "whole"))[0]
+    commits = sorted((tmp_path / "cut/_holdfast/commits").iterdir())
 
     def alone(accumulation, *callbacks):
         given = script | {

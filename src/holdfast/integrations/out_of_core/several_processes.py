@@ -41,7 +41,10 @@ def refuse_processes(trainer: Any) -> None:
         )
     if world_size == 1:
         return
-    of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.split(".")[0] == "trl"), None)
+    kinds = [
+        kind for kind in type(trainer).__mro__ if "_engine_options" not in vars(kind)
+    ]  # not those made here
+    of_trl = next((kind for kind in kinds if kind.__module__.split(".")[0] == "trl"), None)
     if of_trl is not None and of_trl.__name__ not in OF_TRL:
         raise BadInput(
             f"offloaded({of_trl.__name__}) trains in one process, and here are {world_size}: start the script by"

@@ -133,11 +133,12 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     """With metrics that their losses gather; the last batches of an epoch and of an evaluation are filled up. One is
     interrupted within an epoch."""
     folder = str(write_folder(tmp_path / "llama", dtype=torch.float32))
-    sft = {"script": "sft", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9}
+    sft = {"script": "sft", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9, "max_steps": 6}
+    sft |= {"gradient_accumulation_steps": 1, "eval_steps": 3, "learning_rate": 0.3}
     orders: dict[str, dict[str, Any]] = {
         "plain": sft | {"plain": True},
         "whole": sft,
-        "cut": sft | {"interrupt": 3},
+        "cut": sft | {"interrupt": 5},
         "rest": sft,
         "plain rewards": {"script": "reward", "max_steps": 2, "plain": True},
         "rewards": {"script": "reward", "max_steps": 2},

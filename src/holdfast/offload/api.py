@@ -309,6 +309,7 @@ def _ready(
         beginning = _begin_fresh(given, planned, store, ranks)
     else:
         with ranks.agreeing():
+            planned.user.show_all([found.progress_of(stream) for stream in found.streams])
             planned.user.restore(found.progress)
     if not ranks.alone:
         see_alike(store, ranks)

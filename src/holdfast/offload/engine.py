@@ -366,24 +366,33 @@ class Engine:
         with self._closing_on_error():
             self._executor.drain()
 
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Return the ``value`` of each rank, by rank, at ``what``, a place that all ranks have to reach.
+
+        Collective: every rank must call this. Raises ``RankFailed`` if another rank makes another call.
+        """
+        self._check_usable()
+        return self._call(what, lambda: value)
+
     @on_host_by_default
-    def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, trained: bool = False, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
         With ``trained``, return only what is trained, such as an adapter, and what PEFT saves beside adapters, without
-        reading the rest.
+        reading the rest. Collective: every rank must call this. A rank with ``keep=False`` gets nothing and needs
+        memory for one block.
         """
         self._check_usable()
         self._refuse_edits(self._call("state_dict", self.held.edited))
-        return self._values(trained)
+        return self._values(trained, keep)
 
-    def _values(self, trained: bool = False) -> dict[str, torch.Tensor]:
+    def _values(self, trained: bool = False, keep: bool = True) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
         alone = self._run.data_parallel.alone
         with self._untold(), nullcontext() if alone else self._closing_on_error():
             values = trained_values if trained else state_dict
-            return values(self._run, self.held.captured)
+            return values(self._run, self.held.captured, keep)
 
     @contextmanager
     def _untold(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ It is stored by value with each commit: random generators, hyper-parameters, sch
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -71,6 +72,18 @@ class UserState:
         for name, thing in self._stateful():
             progress[name] = encode(thing.state_dict(), f"{name}.state_dict()")
         return progress
+
+    def show_all(self, progresses: Sequence[Mapping[str, Any]]) -> None:
+        """Give a loader with an attribute ``of_ranks`` its states on all ranks of the run, if those are others.
+
+        Each has the ``results`` of the newest step as well. Called before ``restore``.
+        """
+        if len(progresses) != self.ranks and hasattr(self.loader, "of_ranks"):
+            self.loader.of_ranks = [
+                decode(each["loader"]) | {"results": each.get("results")}
+                for each in progresses
+                if "loader" in each
+            ]
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Set hyper-parameters, scheduler and loader to the progress of a commit.

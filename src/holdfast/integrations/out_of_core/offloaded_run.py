@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from ...errors import BadInput
 from ...offload.api import offload
@@ -35,6 +36,7 @@ from ...state.progress import random_state, restore_random_state
 from ..trainer_run import Training
 from . import generation
 from .script_model import do_nothing, left_to_the_engine, precision_of
+from .several_processes import AgreedControl, refuse_unlike_processes, set_remainder
 
 
 class _Fetched(NamedTuple):
@@ -69,11 +71,21 @@ class OffloadedTraining(Training):
         """The number of steps that the trainer had counted when the engine did the present one."""
         self._loss = threading.local()
         """The loss that the micro-batch on this thread would go backward from."""
+        self._processes = trainer.args.world_size
+        self._agreed = AgreedControl(trainer) if self._processes > 1 else None
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self.engine is not None and error[0] is not None:
+        if self._agreed is not None:
+            self._agreed.close()
+        if self.engine is None or error[0] is None or self.engine.is_closed:
+            return
+        if self._processes == 1:
             self.engine.__exit__(*error)
+            return
+        with suppress(Exception):
+            self.engine.wait()
+        self.engine.give_up()  # the others may never come to a close: they get an error at their next call
 
     # Opening
 
@@ -84,6 +96,9 @@ class OffloadedTraining(Training):
         assert trainer.model is not None
         self._watch_loader(loader)
         self._watch_attributes()
+        if self._processes > 1:
+            batches = len(loader) if has_length(loader) else None
+            refuse_unlike_processes({"batches in an epoch": batches, **self._same()})
         optimizer.step = MethodType(left_to_the_engine(do_nothing), optimizer)
         norm = trainer.args.max_grad_norm
         usual: dict[str, Any] = {
@@ -106,6 +121,12 @@ class OffloadedTraining(Training):
 
     # Replacements of the trainer's methods
 
+    def begin_epoch(self, args: Any, state: Any, control: Any) -> Any:
+        control = super().begin_epoch(args, state, control)
+        if self._restored is None:
+            self._agree(control, "the beginning of the trainer's epoch")
+        return control
+
     def run_epoch(self, **loop: Any) -> None:
         """Run an epoch; one that the run has completed is skipped."""
         if self._restored is None:
@@ -127,7 +148,15 @@ class OffloadedTraining(Training):
         if self._trainer.state.global_step > self._recorded_step:
             self._recorded_step = self._trainer.state.global_step
             self._place.updates += 1
-        self._end_step(tr_loss, grad_norm, *rest, **options)
+        if self._agree(self._trainer.control, "the end of the trainer's step"):
+            self._end_step(tr_loss, grad_norm, *rest, **options)
+            self._agree(self._trainer.control, "the end of the trainer's log, evaluation and save")
+        else:
+            self._end_step(tr_loss, grad_norm, *rest, **options)
+
+    def _agree(self, control: Any, where: str) -> bool:
+        """Let all processes go on alike, and return whether they log, evaluate or save. See ``AgreedControl``."""
+        return self._agreed is not None and self._agreed.agree(self._opened, control, where)
 
     # Steps
 
@@ -152,6 +181,9 @@ class OffloadedTraining(Training):
         elif batches:
             self._group, self._num_carried = self._carried + group, len(self._carried)
             self._carried, self._losses = [], []
+        active: Any = self._trainer.accelerator.gradient_state.active_dataloader
+        if active is not None and active is not self._loader:
+            set_remainder(active, self._loader)
 
     def loss(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> torch.Tensor:
         """Return the loss of the next micro-batch, as the trainer adds it up. The first call does the whole step.
@@ -164,11 +196,11 @@ class OffloadedTraining(Training):
             engine, group = self._opened, self._group
             self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
-                self._take_results()
+                self._losses = self._taken_results(len(group) - self._num_carried)
             elif group:
                 self._do_step(training_step, prepare)
-            assert engine.results is not None
-            self._losses = list(engine.results["losses"])
+                assert engine.results is not None
+                self._losses = list(engine.results["losses"])
             self._group = []  # of many tokens
         return torch.tensor(self._losses.pop(0), dtype=torch.float32, device=self._trainer.args.device)
 
@@ -193,14 +225,22 @@ class OffloadedTraining(Training):
         assert self.engine is not None
         return self.engine
 
-    def _take_results(self) -> None:
-        """Set what training changed in the trainer when the step was done, before a process ended."""
+    def _taken_results(self, count: int) -> list[float]:
+        """Set what training changed in the trainer when the step was done, before a process ended.
+
+        Returns the losses of the ``count`` micro-batches. Where another number of processes did the step, each loss is
+        a part of the mean that the log has.
+        """
         assert self._opened.results is not None
         if self._attributes is not None:
             self._attributes.restore(self._opened.results["attributes"])
         self._counted_step = self._trainer.state.global_step
         if (generated := self._opened.results.get("generated")) is not None:
             generation.restore(self._trainer, generated)
+        if not self.of_ranks:
+            return list(self._opened.results["losses"])
+        each, self.of_ranks = [sum(state["results"]["losses"]) for state in self.of_ranks], []
+        return count * [sum(each) / len(each) / count]
 
     def _do_step(self, training_step: Callable[..., Any], prepare: Callable[..., Any]) -> None:
         trainer, model = self._trainer, self._trainer.model
@@ -272,8 +312,11 @@ class OffloadedTraining(Training):
         return call
 
     def _leave_backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """Take the place of ``Accelerator.backward``, whose gradients of several losses add up."""
-        divided = loss / self._trainer.accelerator.gradient_accumulation_steps
+        """Take the place of ``Accelerator.backward``, whose gradients of several losses add up, and of DDP.
+
+        DDP takes the mean of all processes' gradients; the engine adds them up.
+        """
+        divided = loss / (self._trainer.accelerator.gradient_accumulation_steps * self._processes)
         before = getattr(self._loss, "value", None)
         self._loss.value = divided if before is None else before + divided
 

@@ -28,6 +28,7 @@ from .generation import generates, refuse_generation
 from .offloaded_run import OffloadedTraining, references, refuse_reference
 from .prepared_objects import BatchesAhead
 from .script_model import switch_off_checkpointing, weights_of
+from .several_processes import ends_noted, refuse_processes
 
 USED = (
     "train", "_prepare_for_training", "get_batch_samples", "training_step", "evaluation_loop", "prediction_step",
@@ -51,7 +52,7 @@ def offloaded(trainer_class: type[Trainer], run: str | Path | None = None, **opt
             clipping and device follow from the arguments of the trainer.
 
     Raises ``BadInput`` for a class that is no ``Trainer``, or has a loop of its own. The subclass raises it, before
-    anything is written to the run, for what the engine cannot do: several processes, fp16, ``torch_compile``.
+    anything is written to the run, for what the engine cannot do: fp16, DeepSpeed, ``torch_compile``.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise BadInput(f"offloaded({trainer_class!r}) is for subclasses of transformers.Trainer")
@@ -187,7 +188,9 @@ class OffloadedSteps(Trainer):
             group = ahead.group if any(each is inputs for each in ahead.group) else [inputs]
             with references(self, engine, group):
                 given = [self._prepare_inputs(each) for each in group] if generates(type(self)) else group
-                made = engine.run_calls([partial(step, model, each, *args, **kwargs) for each in given])
+                calls = [partial(step, model, each, *args, **kwargs) for each in given]
+                with ends_noted(self.model, calls, ahead) as noted:  # type: ignore[arg-type]
+                    made = engine.run_calls(noted)
             ahead.results = {id(each): result for each, result in zip(group, made, strict=True)}
         return ahead.results.pop(id(inputs))
 
@@ -195,14 +198,15 @@ class OffloadedSteps(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.engine is not None and state_dict is None:
-            state_dict = weights_of(self.engine, self.model)
+            state_dict = weights_of(self.engine, self.model, keep=self.args.should_save)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the schedule alone: the optimizer's state is in the run, from where training goes on."""
         if self.engine is None:
             return super()._save_optimizer_and_scheduler(output_dir)
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))  # type: ignore[union-attr]
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))  # type: ignore[union-attr]
         return None
 
     def _load_best_model(self) -> None:
@@ -240,11 +244,12 @@ def _refuse_other_loops(trainer_class: type[Trainer]) -> None:
 def _refuse(trainer: Any) -> None:
     """Raise ``BadInput`` for settings that the engine cannot keep to."""
     args = trainer.args
-    if args.world_size > 1 or args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise BadInput(
-            f"offloaded() trains in one process on one device, and here are {max(args.world_size, args.n_gpu)}: start"
-            " the script by itself, with one device in CUDA_VISIBLE_DEVICES"
+            f"offloaded() trains on one device in each process, and here are {args.n_gpu}: start the script by"
+            " torchrun, or with one device in CUDA_VISIBLE_DEVICES"
         )
+    refuse_processes(trainer)
     if (
         trainer.is_deepspeed_enabled
         or trainer.is_fsdp_enabled

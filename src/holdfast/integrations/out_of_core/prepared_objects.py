@@ -136,6 +136,8 @@ class BatchesAhead:
         self._batches = loader if batches is None else batches
         self.group: list[Any] = []
         """The batches of the present group."""
+        self.at_end = False
+        """True if the present group has the last batch of a loader that says so."""
         self.results: dict[int, Any] = {}
         """Results for batches of the group that are not handed out yet, by their ``id``."""
 
@@ -145,24 +147,28 @@ class BatchesAhead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    def set_end(self, is_last: bool) -> None:
+        """Let the loader say whether the batch in hand is its last."""
+        self._loader.end_of_dataloader = is_last
+
     def __iter__(self) -> Iterator[Any]:
         loader, batches = self._loader, iter(self._batches)
         ended = False
         while not ended:
             self._between()
-            self.group, at_end = [], False
+            self.group, self.at_end = [], False
             count = self._count() if callable(self._count) else self._count
-            while len(self.group) < count and not at_end:
+            while len(self.group) < count and not self.at_end:
                 batch = next(batches, self)
                 if ended := batch is self:
                     break
                 self.group.append(batch)
-                at_end = bool(getattr(loader, "end_of_dataloader", False))
+                self.at_end = bool(getattr(loader, "end_of_dataloader", False))
             for number, batch in enumerate(self.group, 1):
-                if at_end:
-                    loader.end_of_dataloader = number == len(self.group)
+                if self.at_end:
+                    self.set_end(number == len(self.group))
                 yield batch
-            if at_end:
+            if self.at_end:
                 self._between()
                 ended = next(batches, self) is self  # lets the loader end its pass
 

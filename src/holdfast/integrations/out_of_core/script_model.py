@@ -10,9 +10,12 @@ import torch
 from ...offload.engine import Engine
 
 
-def weights_of(engine: Engine, model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, what PEFT saves of it."""
-    values = engine.state_dict(trained=hasattr(model, "peft_config"))
+def weights_of(engine: Engine, model: Any, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, what PEFT saves of it.
+
+    A process that does not ``keep`` them gets none. Collective: every process must call this.
+    """
+    values = engine.state_dict(trained=hasattr(model, "peft_config"), keep=keep)
     for each in engine.held.captured.parameters:  # one by one, so that no two copies of all exist
         if each.name in values:
             values |= dict.fromkeys(each.names, values[each.name].to(each.parameter.dtype))

@@ -44,15 +44,18 @@ from ..model.takeover import (
 from ..runtime import Runtime
 
 
-def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+def state_dict(run: Runtime, captured: Captured, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-    The parts of quantised weights are as they are stored. Nothing may be under way.
-    Collective: every rank must call this.
+    The parts of quantised weights are as they are stored. Nothing may be under way. A rank that does not ``keep`` them
+    returns nothing, and has one unit at a time in memory. Collective: every rank must call this.
     """
     values: dict[str, torch.Tensor] = {}
     for block in range(len(run.units)):
-        values.update(values_of(run, block))
+        found = values_of(run, block)
+        values.update(found if keep else {})
+    if not keep:
+        return {}
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
     return ordered | _buffers_of(run, captured)
 
@@ -78,8 +81,10 @@ def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     return {**_trained(run, block), **_frozen(run, block)}
 
 
-def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+def trained_values(run: Runtime, captured: Captured, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return every trained parameter in fp32, and what PEFT saves beside them, by the model's names.
+
+    A rank that does not ``keep`` them returns nothing.
 
     Nothing may be under way. Collective: every rank must call this.
     """
@@ -88,9 +93,13 @@ def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
     for block, unit in enumerate(run.units):
         if unit.trained:
-            values.update(_trained(run, block))
+            found = _trained(run, block)
+            values.update(found if keep else {})
         if any(each.name in wanted for each in (*unit.frozen, *unit.routed)):
-            values.update(_frozen(run, block))
+            found = _frozen(run, block)
+            values.update(found if keep else {})
+    if not keep:
+        return {}
     buffers = {name: value for name, value in _buffers_of(run, captured).items() if name in beside}
     return {
         name: values[p.name] for p in captured.parameters if p.name in wanted for name in p.names

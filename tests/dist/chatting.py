@@ -1,0 +1,45 @@
+"""What a rank does that trains by TRL, out of core or, if it is ``plain``, under DDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch.distributed as dist
+from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401 (importing takes seconds, and the ranks are forks)
+
+from holdfast.integrations.transformers import offloaded
+from integrations import test_offloaded_trl as scripts
+from integrations_interrupt import Interrupt, Interrupted, close_engines
+from offloaded_script import logged
+
+
+def main(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    say: Callable[..., None],
+    *,
+    script: str,
+    folder: str,
+    root: str,
+    plain: bool = False,
+    texts: int = 10,
+    interrupt: int | None = None,
+    **options: Any,
+) -> None:
+    """All ranks are interrupted after the step ``interrupt``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the trainer prints, and the server speaks there
+    os.environ |= {"LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    kind = scripts.itself if plain else offloaded
+    callbacks = [] if interrupt is None else [Interrupt(interrupt, "on_step_end")]
+    trainer = getattr(scripts, script)(kind, folder, root, callbacks=callbacks, **options)
+    trainer.train_dataset = trainer.train_dataset.select(range(texts))
+    with nullcontext() if interrupt is None else suppress(Interrupted):
+        trainer.train()
+    say(logged=logged(trainer), processes=trainer.args.world_size)
+    close_engines()
+    say(finished=True)

@@ -271,9 +271,12 @@ def test_a_model_on_meta_begins_from_its_folder(tmp_path):
     trainer = make(
         offloaded(Trainer, tmp_path / "run", source=weights), tmp_path / "out", model=empty, max_steps=2
     )
+    before = trainer.evaluate()
+    assert all(parameter.is_meta for parameter in empty.parameters())
     trainer.train()
     trainer.save_model(tmp_path / "saved")
     plain = make(offloaded(Trainer), tmp_path / "b", max_steps=2)
+    assert plain.evaluate()["eval_loss"] == before["eval_loss"]
     plain.train()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert digest(dict(loaded.state_dict())) == digest(plain.engine.state_dict())

@@ -49,7 +49,15 @@ from .ops.commit_ops import publish
 from .runtime import Runtime, Step
 from .setup.calibration import Calibration
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
-from .setup.model_values import HeldModel, edits_text, newest_values, state_dict, trained_values
+from .setup.model_values import (
+    HeldModel,
+    Keep,
+    as_it_is,
+    edits_text,
+    newest_values,
+    state_dict,
+    trained_values,
+)
 from .setup.preflight import Preflight
 from .setup.process_settings import on_host_by_default
 from .setup.starting_state import StartingState
@@ -367,22 +375,25 @@ class Engine:
             self._executor.drain()
 
     @on_host_by_default
-    def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, trained: bool = False, keep: Keep = as_it_is) -> dict[str, torch.Tensor]:
         """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-        With ``trained``, return only what is trained, such as an adapter, without reading the rest.
+        Args:
+            trained: True for what is trained alone, such as an adapter; the rest is not read.
+            keep: Called with the name and the value of each parameter as it is read, one block after another; returns
+                the tensor to hold in its place. By default the value itself, so that all are in memory at once.
         """
         self._check_usable()
         self._refuse_edits(self._call("state_dict", self.held.edited))
-        return self._values(trained)
+        return self._values(trained, keep)
 
-    def _values(self, trained: bool = False) -> dict[str, torch.Tensor]:
+    def _values(self, trained: bool = False, keep: Keep = as_it_is) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
         alone = self._run.data_parallel.alone
         with self._untold(), nullcontext() if alone else self._closing_on_error():
             values = trained_values if trained else state_dict
-            return values(self._run, self.held.captured)
+            return values(self._run, self.held.captured, keep)
 
     @contextmanager
     def _untold(self) -> Iterator[None]:

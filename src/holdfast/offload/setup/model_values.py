@@ -41,17 +41,26 @@ from ..model.takeover import (
     take_over,
 )
 from ..runtime import Runtime
+from .process_settings import give_back_freed
+
+Keep = Callable[[str, torch.Tensor], torch.Tensor]
+"""Function from the name and the value of a parameter to the tensor that is held in its place."""
 
 
-def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+def as_it_is(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value``."""
+    return value
+
+
+def state_dict(run: Runtime, captured: Captured, keep: Keep) -> dict[str, torch.Tensor]:
     """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-    The parts of quantised weights are as they are stored. Nothing may be under way.
-    Collective: every rank must call this.
+    The parts of quantised weights are as they are stored. Nothing may be under way. ``keep`` is called with the
+    parameters of one unit after another. Collective: every rank must call this.
     """
     values: dict[str, torch.Tensor] = {}
     for block in range(len(run.units)):
-        values.update(values_of(run, block))
+        values.update(_kept(values_of(run, block), keep))
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
     plain, held = plain_paths(run.model), {(id(module), key) for module, key in captured.buffers.values()}
     buffers = {
@@ -73,7 +82,16 @@ def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     return {**_trained(run, block), **_frozen(run, block)}
 
 
-def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+def _kept(values: dict[str, torch.Tensor], keep: Keep) -> dict[str, torch.Tensor]:
+    """Return what ``keep`` returns for each of ``values``, whose memory is then free."""
+    if keep is as_it_is:
+        return values
+    kept = {name: keep(name, values.pop(name)) for name in list(values)}
+    give_back_freed()  # by now in pieces, which the next unit's values would not all use
+    return kept
+
+
+def trained_values(run: Runtime, captured: Captured, keep: Keep) -> dict[str, torch.Tensor]:
     """Return every trained parameter in fp32, by the model's names. Nothing may be under way.
 
     Collective: every rank must call this.
@@ -81,7 +99,7 @@ def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
     for block, unit in enumerate(run.units):
         if unit.trained:
-            values.update(_trained(run, block))
+            values.update(_kept(_trained(run, block), keep))
     return {name: values[p.name] for p in captured.parameters if p.trained for name in p.names}
 
 

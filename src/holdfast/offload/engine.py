@@ -59,7 +59,7 @@ from .setup.model_values import (
     trained_values,
 )
 from .setup.preflight import Preflight
-from .setup.process_settings import on_host_by_default
+from .setup.process_settings import give_back_freed, on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
 from .step_reports import (
@@ -417,6 +417,7 @@ class Engine:
             return
         held.is_owed = bool(held.were_real)
         edited: list[str] = []
+        trained: dict[str, torch.Tensor] = {}
         with self._closing_on_error():
             self._refuse_incomplete()
             self._executor.drain()
@@ -427,7 +428,10 @@ class Engine:
                 say_closed(self._run.store.root)
             gathered = self._call("close", lambda: (bool(held.were_real), held.edited()))
             edited = sorted({name for _, found in gathered for name in found})
-            trained = self._values() if any(real for real, _ in gathered) else {}
+            if any(real for real, _ in gathered):
+                self._run.residency.pool.free_idle()
+                give_back_freed()  # as the values of the whole model come
+                trained = self._values()
             self._call("the end of close")  # no rank leaves before all have their values
         self._shut_down()
         held.give_back({name: trained[name] for name in held.were_real})

@@ -8,12 +8,11 @@ Hugging Face, TRL's SFT and DPO, accelerate, and Lightning. Each process compute
 1. "unmodified" does all that.
 2. "one line" is the same script with that line. It is killed in the middle of training; another process continues the
    run, evaluates and saves.
-3. "on meta" has ``holdfast.pretrained`` in the place of ``from_pretrained`` as well. DPO needs log-probabilities of a
-   model in memory before it trains, so it has none.
+3. "on meta" has ``holdfast.pretrained`` in the place of ``from_pretrained`` as well (with the Trainer alone).
 
 The peak is the most memory of a process that is its own (anonymous), and the libraries; pages of files that the system
 can drop at any time do not count. 2 and 3 run under a hard limit, a memory cgroup (version 1, as root) of the
-unmodified script's own memory divided by 1.5, and so does that script once more, which the limit ends.
+unmodified script's own memory divided by 1.5.
 """
 
 from __future__ import annotations
@@ -468,7 +467,7 @@ def figures(host: str, case: Case, folder: Path) -> dict[str, dict[str, Any]]:
     found = {"unmodified": of_script(host, "unmodified", case, folder, None)}
     limit = round((found["unmodified"]["peak"] - found["unmodified"]["libraries"]) / LESS)
     with hard_limit(limit * MIB) as group:
-        for way in [way for way in WAYS[1:] if (host, way) != ("dpo", "on meta")]:
+        for way in WAYS[1:] if host == "trainer" else WAYS[1:2]:
             held = of_script(host, way, case, folder, group)
             found[way] = held or of_script(host, way, case, folder, None)
             found[way] |= {} if group is None else {"limit": limit, "held": bool(held)}

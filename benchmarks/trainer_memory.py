@@ -10,30 +10,32 @@ Hugging Face, TRL's SFT and DPO, accelerate, and Lightning. Each process compute
    run, evaluates and saves.
 3. "on meta" has ``holdfast.pretrained`` in the place of ``from_pretrained`` as well (with the Trainer alone).
 
-The peak is the most memory of a process that is its own (anonymous), and the libraries; pages of files that the system
-can drop at any time do not count. 2 and 3 run under a hard limit, a memory cgroup (version 1, as root) of the
-unmodified script's own memory divided by 1.5.
+Each process is forked from one that has loaded all the libraries. The peak is the most memory of a process that is its
+own (anonymous), and the libraries; pages of files that the system can drop at any time do not count. "before" is what it
+has at its beginning. 2 and 3 run under a hard limit, a memory cgroup (version 1, as root), for what comes on top of that:
+what comes on top in the unmodified script, divided by 1.5.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from common import finish, hard_limit, memory_of_process, options_of, table
@@ -41,6 +43,12 @@ from common import finish, hard_limit, memory_of_process, options_of, table
 HERE = Path(__file__).parents[1]
 MIB = 1024**2
 HOSTS = ("trainer", "sft", "dpo", "accelerate", "lightning")
+MODULES = (
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "holdfast.integrations.transformers",
+    "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "holdfast.integrations.accelerate", "lightning.pytorch",
+    "holdfast.integrations.lightning", "torch._dynamo",
+)  # fmt: skip
+"""The modules that are loaded before the scripts are forked."""
 WAYS = ("unmodified", "one line", "on meta")
 WORDS = 250
 """The number of words of the texts; the tokenizer has four marks more."""
@@ -50,10 +58,10 @@ WORDS = 250
 class Case:
     """Sizes of a Llama, and of a sample."""
 
-    width: int = 256
-    hidden: int = 1024
+    width: int = 192
+    hidden: int = 768
     layers: int = 48
-    tokens: int = 64
+    tokens: int = 32
 
 
 SMALL = Case(width=128, hidden=512, layers=48, tokens=16)
@@ -115,7 +123,7 @@ class Script:
 
     def begin(self) -> None:
         self._at_first = memory_of_process("RssAnon")
-        say(phase="begun")
+        say(phase="begun", before=self._at_first)
 
     @property
     def grown(self) -> int:
@@ -376,9 +384,8 @@ def measure(order: dict[str, Any]) -> None:
     script.begin()
     globals()[script.order.host](script)
     say(phase="ended")
-    if script.order.group:  # the end of an interpreter writes to all objects, which a fork shares until then
-        atexit._run_exitfuncs()
-        os._exit(0)
+    atexit._run_exitfuncs()
+    os._exit(0)  # the end of an interpreter writes to all objects, which a fork shares until then
 
 
 def say(**what: object) -> None:
@@ -390,38 +397,36 @@ def say(**what: object) -> None:
 
 def run(order: Order, group: Path | None) -> tuple[int, dict[str, Any], dict[str, int]]:
     """Return the exit code of a script in ``group``, what it said, merged, and its peak by phase."""
-    path = os.pathsep.join([str(HERE / "src"), str(HERE / "benchmarks")])
-    command = [sys.executable, "-P", __file__, "--measure", json.dumps(asdict(order))]
-    procs = None if group is None else group / "cgroup.procs"
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=None if procs is None else lambda: procs.write_text(str(os.getpid())),
-    )  # fmt: skip
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _child(replace(order, group=str(group or "")), write)
+    os.close(write)
     said: dict[str, Any] = {"phase": "begun"}
-    errors: list[str] = []
-    assert process.stdout is not None and process.stderr is not None
-    readers = [
-        threading.Thread(target=_merge, args=(process.stdout, said)),
-        threading.Thread(target=lambda: errors.extend(process.stderr or ())),
-    ]
-    for reader in readers:
-        reader.start()
     peaks: dict[str, int] = {}
-    while process.poll() is None:
-        phase = said["phase"]
-        with suppress(OSError, KeyError):
-            own, files = _memory_of(process.pid)
-            if phase == "steps":
-                said["libraries"] = max(said.get("libraries", 0), files)
-            peaks[phase] = max(peaks.get(phase, 0), own)
-        time.sleep(0.005)
-    for reader in readers:
-        reader.join()
-    assert process.returncode in (0, -9), "".join(errors[-40:])
-    return process.returncode, said, peaks
+    with open(read) as lines:
+        reader = threading.Thread(target=_merge, args=(lines, said))
+        reader.start()
+        while reader.is_alive():
+            phase = said["phase"]
+            with suppress(OSError, KeyError):
+                own, files = _memory_of(pid)
+                said["libraries"] = min(said.get("libraries", files), files)
+                peaks[phase] = max(peaks.get(phase, 0), own)
+            reader.join(0.005)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -9), f"{order} has ended with {code}"
+    return code, said, peaks
+
+
+def _child(order: Order, write: int) -> NoReturn:
+    try:
+        os.dup2(write, 1)
+        measure(asdict(order))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _merge(lines: Iterator[str], said: dict[str, Any]) -> None:
@@ -457,7 +462,7 @@ def of_script(host: str, way: str, case: Case, folder: Path, group: Path | None)
     finally:
         shutil.rmtree(out, ignore_errors=True)
     peak = max(peaks.values()) + said["libraries"]
-    sizes = {"peak": peak, "libraries": said["libraries"]}
+    sizes = {"peak": peak, "before": said["before"] + said["libraries"]}
     sizes |= {name: said[name] for name in ("predicted", "state") if name in said}
     return {name: each // MIB for name, each in (sizes | peaks).items()}
 
@@ -465,7 +470,7 @@ def of_script(host: str, way: str, case: Case, folder: Path, group: Path | None)
 def figures(host: str, case: Case, folder: Path) -> dict[str, dict[str, Any]]:
     """Return the figures of a host, by way."""
     found = {"unmodified": of_script(host, "unmodified", case, folder, None)}
-    limit = round((found["unmodified"]["peak"] - found["unmodified"]["libraries"]) / LESS)
+    limit = round((found["unmodified"]["peak"] - found["unmodified"]["before"]) / LESS)
     with hard_limit(limit * MIB) as group:
         for way in WAYS[1:] if host == "trainer" else WAYS[1:2]:
             held = of_script(host, way, case, folder, group)
@@ -492,10 +497,15 @@ def main() -> None:
     case = SMALL if options.small else Case()
     hosts = [options.only] if options.only else HOSTS[:1] if options.small else HOSTS
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        write_folder(Path(folder) / "model", case)
+    for module in MODULES:
+        importlib.import_module(module)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))  # which no exit function of a fork removes
+    try:
+        write_folder(folder / "model", case)
         for host in hosts:
-            found[host] = figures(host, case, Path(folder))
+            found[host] = figures(host, case, folder)
+    finally:
+        shutil.rmtree(folder)
     rows = [["MiB", *WAYS, "predicted", "limit held"]]
     for host, ways in found.items():
         one = ways["one line"]

@@ -118,8 +118,6 @@ class _Search:
         return found
 
     def fits(self, fractions: dict[str, float]) -> bool:
-        if fractions["gradients"] * sum(b.kept_grad_bytes for b in self.work.blocks) > self._waiting_bytes:
-            return False
         return self.budget is None or self.host_bytes(fractions) <= self.budget
 
     def smallest(self, asked: dict[str, float | None]) -> dict[str, float]:
@@ -137,7 +135,12 @@ class _Search:
         """Return the largest fraction of ``kind`` that fits beside the others."""
         rows = max(len(self.work.blocks) - (kind == "activations"), 1)
         least = round(fractions[kind] * rows)
-        return largest_fitting(least, rows, lambda n: self.fits({**fractions, kind: n / rows})) / rows
+        waiting = sum(b.kept_grad_bytes for b in self.work.blocks) if kind == "gradients" else 0
+
+        def fits(n: int) -> bool:
+            return waiting * n / rows <= self._waiting_bytes and self.fits({**fractions, kind: n / rows})
+
+        return largest_fitting(least, rows, fits) / rows
 
 
 def savings_of(

@@ -11,18 +11,16 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
 from holdfast.store.run_store import LocalStore
+from support.hard_limit import hard_limit
 from support.warm_python import ONE_THREAD, TESTS
 
 MIB = 1024**2
 LIMIT = 448 * MIB
 TILES_LIMIT = 640 * MIB
-GROUP = Path("/sys/fs/cgroup/memory")
 
 
 def run(root, **order):
@@ -48,24 +46,6 @@ def folder(tmp_path):
     yield tmp_path
     for path in tmp_path.iterdir():
         shutil.rmtree(path)
-
-
-@contextmanager
-def hard_limit(nbytes):
-    """A cgroup of ``nbytes``, or the reason why there is none."""
-    group = GROUP / f"holdfast-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(nbytes))
-    except OSError as error:
-        with suppress(OSError):
-            group.rmdir()
-        yield None, f"no cgroup to be had ({error}), so the peak is looked at instead"
-        return
-    try:
-        yield group, ""
-    finally:
-        group.rmdir()
 
 
 @pytest.mark.crash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from transformers import LlamaForCausalLM, Trainer  # noqa: E402
 
 import holdfast  # noqa: E402
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
+from holdfast.integrations.out_of_core import script_model  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, offloaded  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
 from offloaded_script import Texts, everything, logged, make, model  # noqa: E402
@@ -153,13 +155,23 @@ def test_evaluation_and_prediction_are_those_of_the_class(tmp_path):
     assert trainer.engine is not None
 
 
-def test_what_is_saved_has_the_weights_of_the_engine(tmp_path):
+def full(*_):
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def test_what_is_saved_has_the_weights_of_the_engine(tmp_path, monkeypatch):
     trainer = make(offloaded(Trainer), tmp_path / "out", save_strategy="steps", save_steps=3, max_steps=4)
     trainer.train()
     trainer.save_model(tmp_path / "saved")
     values = trainer.engine.state_dict()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert digest(dict(loaded.state_dict())) == digest(values)
+    assert [*(tmp_path / "out" / "_holdfast" / "scratch").glob("tmp*")] == []
+    monkeypatch.setattr(script_model._Pages, "put", full)
+    trainer.save_model(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "saved" / "model.safetensors"
+    ).read_bytes()
     folder = tmp_path / "out" / "checkpoint-3"
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
     assert (folder / "model.safetensors").exists() and (folder / "scheduler.pt").exists()
@@ -310,9 +322,12 @@ def test_a_model_on_meta_begins_from_its_folder(tmp_path):
     trainer = make(
         offloaded(Trainer, tmp_path / "run", source=weights), tmp_path / "out", model=empty, max_steps=2
     )
+    before = trainer.evaluate()
+    assert all(parameter.is_meta for parameter in empty.parameters())
     trainer.train()
     trainer.save_model(tmp_path / "saved")
     plain = make(offloaded(Trainer), tmp_path / "b", max_steps=2)
+    assert plain.evaluate()["eval_loss"] == before["eval_loss"]
     plain.train()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert digest(dict(loaded.state_dict())) == digest(plain.engine.state_dict())

@@ -26,5 +26,22 @@ def test_free_memory_is_what_the_machine_and_the_container_leave(tmp_path, memin
     assert free_host_bytes(tmp_path, tmp_path) == expected
 
 
+@pytest.mark.parametrize("hierarchy, line", [("", "0::/job/step"), ("memory", "4:cpu,memory:/job/step")])
+@pytest.mark.parametrize("limited", ["job", "job/step"])
+def test_the_limits_of_the_groups_that_the_process_is_in_count(tmp_path, hierarchy, line, limited):
+    files = {
+        "": ("memory.max", "memory.current"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    }
+    (tmp_path / "meminfo").write_text("MemAvailable:    1000 kB\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    group = tmp_path / hierarchy / limited
+    group.mkdir(parents=True)
+    for name, text in zip(files[hierarchy], ("9000", "2000"), strict=True):
+        (group / name).write_text(text)
+    assert free_host_bytes(tmp_path, tmp_path) == 7000
+
+
 def test_a_machine_without_proc_still_has_memory(tmp_path):
     assert free_host_bytes(tmp_path, tmp_path) > 2**20

@@ -37,6 +37,13 @@ def test_without_a_budget_everything_stays():
     assert choose(WORK, SHAPE, None) == everything
 
 
+def test_gradients_wait_in_memory_as_far_as_they_may():
+    total = sum(block.kept_grad_bytes for block in WORK.blocks)
+    halves = [choose(WORK, SHAPE, None, waiting_bytes=part * total).shares for part in (0.0, 0.5, 0.6)]
+    assert [each["gradients"] for each in halves] == [0.0, 0.5, 0.5]
+    assert all(each["params"] == each["optimizer"] == each["activations"] == 1.0 for each in halves)
+
+
 def test_the_least_budget_keeps_nothing_and_one_byte_less_does_not_fit():
     least = needs(least_of(on_ssd()))
     assert choose(WORK, SHAPE, least) == least_of(on_ssd())

@@ -159,16 +159,36 @@ def _sources(ssd: Ssd, block: BlockTimes, threads: int) -> dict[str, str]:
     }
 
 
-GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""The files of limits and usage, of cgroup v2 and v1, as a container sees them."""
+GROUPS = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""The folder of a hierarchy of groups, and the files of limit and usage in each group: cgroup v2, then v1."""
 CACHED = ("inactive_file ", "active_file ")
 """The statistics of memory that a group returns on demand: files in the page cache."""
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the host memory that is available without swapping, within the container's limit."""
-    left = [_left(cgroup / limit, cgroup / used) for limit, used in GROUPS]
+    """Return the host memory that is available without swapping, within the limits of the process's own groups."""
+    own = _own_groups(proc / "self" / "cgroup")
+    left = [
+        _left(group / limit, group / used)
+        for hierarchy, limit, used in GROUPS
+        for group in (cgroup / hierarchy / each for each in own.get(hierarchy, [""]))
+    ]
     return max(min([_available(proc / "meminfo"), *(count for count in left if count is not None)]), 0)
+
+
+def _own_groups(listed: Path) -> dict[str, list[str]]:
+    """Return the paths of the groups that the process is in, the outermost first, by the folder of their hierarchy.
+
+    Where a container sees its own group as the outermost, the others are not there.
+    """
+    found: dict[str, list[str]] = {}
+    for line in listed.read_text().splitlines() if listed.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            parts = [part for part in path.split("/") if part]
+            hierarchy = "memory" if controllers else ""
+            found[hierarchy] = ["/".join(parts[:depth]) for depth in range(len(parts) + 1)]
+    return found
 
 
 def _available(meminfo: Path) -> int:

@@ -157,6 +157,7 @@ class Weights:
         self.reference = reference
         """True if a run is to read frozen weights from the folder, in place of a copy."""
         self._named = dict(model.named_parameters(remove_duplicate=False))
+        self._own = {id(parameter) for parameter in self._named.values()}
         modules = model.named_modules(remove_duplicate=False)
         self._buffers = {
             (id(module), end): join(path, end) for path, module in modules for end in module._buffers
@@ -181,6 +182,10 @@ class Weights:
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
         found = {name: source.place(name) for name in self._named}
         return {id(self._named[name]): place for name, place in found.items() if place is not None}
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether ``parameter`` is one that the model had from the beginning."""
+        return id(parameter) in self._own
 
     def read(self, parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
         """Yield the values that the folder has for each of the model's ``parameters``, in the parameter's dtype.

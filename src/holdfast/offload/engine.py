@@ -49,9 +49,17 @@ from .ops.commit_ops import publish
 from .runtime import Runtime, Step
 from .setup.calibration import Calibration
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
-from .setup.model_values import HeldModel, edits_text, newest_values, state_dict, trained_values
+from .setup.model_values import (
+    HeldModel,
+    Keep,
+    as_it_is,
+    edits_text,
+    newest_values,
+    state_dict,
+    trained_values,
+)
 from .setup.preflight import Preflight
-from .setup.process_settings import on_host_by_default
+from .setup.process_settings import give_back_freed, on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
 from .step_reports import (
@@ -375,18 +383,23 @@ class Engine:
         return self._call(what, lambda: value)
 
     @on_host_by_default
-    def state_dict(self, *, trained: bool = False, keep: bool = True) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, trained: bool = False, keep: Keep | None = as_it_is) -> dict[str, torch.Tensor]:
         """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-        With ``trained``, return only what is trained, such as an adapter, and what PEFT saves beside adapters, without
-        reading the rest. Collective: every rank must call this. A rank with ``keep=False`` gets nothing and needs
-        memory for one block.
+        Collective: every rank must call this.
+
+        Args:
+            trained: True for what is trained alone, such as an adapter, and what PEFT saves beside adapters; the rest
+                is not read.
+            keep: Called with the name and the value of each parameter as it is read, one block after another; returns
+                the tensor to hold in its place. By default the value itself, so that all are in memory at once. None
+                on a rank that is to get nothing.
         """
         self._check_usable()
         self._refuse_edits(self._call("state_dict", self.held.edited))
         return self._values(trained, keep)
 
-    def _values(self, trained: bool = False, keep: bool = True) -> dict[str, torch.Tensor]:
+    def _values(self, trained: bool = False, keep: Keep | None = as_it_is) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
         alone = self._run.data_parallel.alone
@@ -416,6 +429,7 @@ class Engine:
             return
         held.is_owed = bool(held.were_real)
         edited: list[str] = []
+        trained: dict[str, torch.Tensor] = {}
         with self._closing_on_error():
             self._refuse_incomplete()
             self._executor.drain()
@@ -426,7 +440,10 @@ class Engine:
                 say_closed(self._run.store.root)
             gathered = self._call("close", lambda: (bool(held.were_real), held.edited()))
             edited = sorted({name for _, found in gathered for name in found})
-            trained = self._values() if any(real for real, _ in gathered) else {}
+            if any(real for real, _ in gathered):
+                self._run.residency.pool.free_idle()
+                give_back_freed()  # as the values of the whole model come
+                trained = self._values()
             self._call("the end of close")  # no rank leaves before all have their values
         self._shut_down()
         held.give_back({name: trained[name] for name in held.were_real})

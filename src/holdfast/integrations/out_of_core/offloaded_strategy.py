@@ -14,6 +14,7 @@ Names are those of Lightning 2.6.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,8 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
+from fsspec.core import url_to_fs
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -126,6 +129,16 @@ class OffloadedStrategy(SingleDeviceStrategy):
             return super().validation_step(*args, **kwargs)
         assert self._fit is not None and self.lightning_module is not None
         return self._fit.evaluated(partial(self.lightning_module.validation_step, *args, **kwargs))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save as the strategy does; a file that Lightning would put together in memory is written as it is read."""
+        if self.engine is None or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            files, path = url_to_fs(str(filepath))
+            files.makedirs(os.path.dirname(path), exist_ok=True)
+            with files.transaction, files.open(path, "wb") as file:
+                torch.save(checkpoint, file)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.engine is None:

@@ -11,6 +11,8 @@ with the parameters, which are not in memory, the engine computes instead. Names
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,14 @@ import transformers
 from transformers import Trainer
 
 from ...errors import BadInput
+from ...models.pretrained import Weights
 from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
+from ...offload.model.quantised_layers import is_quantised
 from ...supervised.attempt import training_directory
 from ..trainer_run import prefer_run
 from .generation import generates, refuse_generation
+from .model_on_host import computing_on
 from .offloaded_run import OffloadedTraining, references, refuse_reference
 from .prepared_objects import BatchesAhead
 from .script_model import switch_off_checkpointing, weights_of
@@ -165,14 +170,13 @@ class OffloadedSteps(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the class does, with several batches in one pass of the engine."""
-        if self.engine is None:
-            self._bring_model()
         prepared: list[Any] = self.accelerator._models
         if added := not prepared:
             prepared.append(self.model)  # accelerate would wrap its forward in autocast
         self._ahead = BatchesAhead(dataloader, AHEAD)
         try:
-            return super().evaluation_loop(self._ahead, *args, **kwargs)  # type: ignore[arg-type]
+            with self._computing_in_memory() if self.engine is None else nullcontext():
+                return super().evaluation_loop(self._ahead, *args, **kwargs)  # type: ignore[arg-type]
         finally:
             del self._ahead
             if added:
@@ -198,7 +202,7 @@ class OffloadedSteps(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.engine is not None and state_dict is None:
-            state_dict = weights_of(self.engine, self.model, keep=self.args.should_save)
+            state_dict = weights_of(self.engine, self.model, is_kept=self.args.should_save)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -219,17 +223,29 @@ class OffloadedSteps(Trainer):
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: the engine brings one block at a time."""
 
-    def _bring_model(self) -> None:
-        """Move the model to the device, to compute with it before ``train`` or after the engine is closed."""
-        if any(parameter.is_meta for parameter in self.model.parameters()):  # type: ignore[union-attr]
+    @contextmanager
+    def _computing_in_memory(self) -> Iterator[None]:
+        """Compute with the model before ``train`` or after the engine is closed: one block at a time comes to the
+        device, from host memory or from the folder of ``source``."""
+        model, source = self.model, self._engine_options.get("source")
+        assert model is not None
+        is_whole = any(map(is_quantised, model.modules()))  # these layers come to a device in their own way
+        absent = [parameter for parameter in model.parameters() if parameter.is_meta]
+        if absent and (is_whole or not isinstance(source, Weights) or not all(map(source.has, absent))):
             raise BadInput("the model has no values in memory: evaluate after train(), with the engine open")
-        if self.place_model_on_device:
-            super()._move_model_to_device(self.model, self.args.device)  # type: ignore[arg-type]
+        with ExitStack() as there:
+            if absent:
+                there.enter_context(computing_on(self.args.device, model, source.read))
+            elif self.place_model_on_device and is_whole:
+                super()._move_model_to_device(model, self.args.device)  # type: ignore[arg-type]
+            elif self.place_model_on_device:
+                there.enter_context(computing_on(self.args.device, model))
+            yield
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the reference's log-probabilities as TRL does, with the model in memory."""
-        self._bring_model()
-        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+        with self._computing_in_memory():
+            return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
 
 def _refuse_other_loops(trainer_class: type[Trainer]) -> None:

@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 
 from ...offload.engine import Engine
+from ...quantities import round_up
+from ...state.plain_tensors import flat_bytes
 
 
-def weights_of(engine: Engine, model: Any, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, what PEFT saves of it.
+def weights_of(engine: Engine, model: Any, is_kept: bool = True) -> dict[str, torch.Tensor]:
+    """Return the weights in the dtypes of ``model``, on the host; of one with adapters, what PEFT saves of it.
 
-    A process that does not ``keep`` them gets none. Collective: every process must call this.
+    They are in a file without a name in the run's directory, from where they come into memory as they are used. What
+    does not fit on the disk is in memory. A process where they are not kept gets none. Collective: every process must
+    call this.
     """
-    values = engine.state_dict(trained=hasattr(model, "peft_config"), keep=keep)
-    for each in engine.held.captured.parameters:  # one by one, so that no two copies of all exist
-        if each.name in values:
-            values |= dict.fromkeys(each.names, values[each.name].to(each.parameter.dtype))
-    return values
+    only_trained = hasattr(model, "peft_config")
+    if not is_kept:
+        return engine.state_dict(trained=only_trained, keep=None)
+    parameters = {each.name: each.parameter for each in engine.held.captured.parameters}
+    nbytes = sum(round_up(max(each.element_size(), 4) * each.numel()) for each in parameters.values())
+    with ExitStack() as opened:
+        put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+        with suppress(OSError):
+            put = opened.enter_context(
+                closing(_Pages(Path(engine.preflight.directory) / "scratch", nbytes))
+            ).put
+
+        def keep(name: str, value: torch.Tensor) -> torch.Tensor:
+            value = value.to(parameters[name].dtype)
+            with suppress(OSError):
+                return put(value)
+            return value
+
+        return engine.state_dict(trained=only_trained, keep=keep)
+
+
+class _Pages:
+    """Tensors in a file without a name, whose pages the system may drop from memory and read again.
+
+    The file lasts as long as a tensor in it. A tensor may be changed.
+    """
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        """Make a file for tensors of ``nbytes``, each in whole pages. Raises ``OSError``."""
+        self._file = TemporaryFile(dir=folder)  # noqa: SIM115 (until ``close``)
+        self._file.truncate(nbytes)
+        # shared, for a private mapping of more than the machine's memory would be refused
+        self._memory = mmap.mmap(self._file.fileno(), nbytes)
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value`` from the file. Raises ``OSError`` if the disk is full."""
+        if value.numel() == 0:
+            return value
+        start = round_up(self._file.tell())
+        self._file.seek(start)
+        self._file.write(flat_bytes(value).numpy())  # not through the mapping, where a full disk is a signal
+        self._file.flush()
+        flat = torch.frombuffer(self._memory, dtype=value.dtype, count=value.numel(), offset=start)
+        return flat.view(value.shape)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def precision_of(model: Any, mixed: bool) -> str:

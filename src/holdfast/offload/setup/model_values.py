@@ -42,19 +42,27 @@ from ..model.takeover import (
     take_over,
 )
 from ..runtime import Runtime
+from .process_settings import give_back_freed
+
+Keep = Callable[[str, torch.Tensor], torch.Tensor]
+"""Function from the name and the value of a parameter to the tensor that is held in its place."""
 
 
-def state_dict(run: Runtime, captured: Captured, keep: bool = True) -> dict[str, torch.Tensor]:
+def as_it_is(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value``."""
+    return value
+
+
+def state_dict(run: Runtime, captured: Captured, keep: Keep | None) -> dict[str, torch.Tensor]:
     """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-    The parts of quantised weights are as they are stored. Nothing may be under way. A rank that does not ``keep`` them
-    returns nothing, and has one unit at a time in memory. Collective: every rank must call this.
+    The parts of quantised weights are as they are stored. Nothing may be under way. ``keep`` is called with the
+    parameters of one unit after another; without it nothing is returned. Collective: every rank must call this.
     """
     values: dict[str, torch.Tensor] = {}
     for block in range(len(run.units)):
-        found = values_of(run, block)
-        values.update(found if keep else {})
-    if not keep:
+        values.update(_kept(values_of(run, block), keep))
+    if keep is None:
         return {}
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
     return ordered | _buffers_of(run, captured)
@@ -81,10 +89,21 @@ def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     return {**_trained(run, block), **_frozen(run, block)}
 
 
-def trained_values(run: Runtime, captured: Captured, keep: bool = True) -> dict[str, torch.Tensor]:
+def _kept(values: dict[str, torch.Tensor], keep: Keep | None) -> dict[str, torch.Tensor]:
+    """Return what ``keep`` returns for each of ``values``, whose memory is then free; nothing without it."""
+    if keep is None:
+        return {}
+    if keep is as_it_is:
+        return values
+    kept = {name: keep(name, values.pop(name)) for name in list(values)}
+    give_back_freed()  # by now in pieces, which the next unit's values would not all use
+    return kept
+
+
+def trained_values(run: Runtime, captured: Captured, keep: Keep | None) -> dict[str, torch.Tensor]:
     """Return every trained parameter in fp32, and what PEFT saves beside them, by the model's names.
 
-    A rank that does not ``keep`` them returns nothing.
+    Nothing is returned without ``keep``.
 
     Nothing may be under way. Collective: every rank must call this.
     """
@@ -93,12 +112,10 @@ def trained_values(run: Runtime, captured: Captured, keep: bool = True) -> dict[
     values: dict[str, torch.Tensor] = {}
     for block, unit in enumerate(run.units):
         if unit.trained:
-            found = _trained(run, block)
-            values.update(found if keep else {})
+            values.update(_kept(_trained(run, block), keep))
         if any(each.name in wanted for each in (*unit.frozen, *unit.routed)):
-            found = _frozen(run, block)
-            values.update(found if keep else {})
-    if not keep:
+            values.update(_kept(_frozen(run, block), keep))
+    if keep is None:
         return {}
     buffers = {name: value for name, value in _buffers_of(run, captured).items() if name in beside}
     return {

@@ -169,16 +169,16 @@ def plan_run(given: Arguments, drives: Drives, data_parallel: DataParallelGroup)
                 warn_of_resident(given.model, parts.blocks)
         budget = AUTO if given.budget == "auto" else given.budget or Budget()
         budget = budget.resolved(device, data_parallel.on_host)
+        room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / data_parallel.on_host
 
         def planned(rules: StepRules) -> RunPlan:
             return make_plan(
                 parts, device, given.schedule, _usual_shape(given, rules), budget, given.sample, given.loss_fn,
                 Wanted.of(given.placement, given.budget == "auto", by_rates=_knows_reads(given, data_parallel)),
                 Planner(given.place, durability.commit_every, io.limits, given.say, drives.speed_up),
-                io.update_workers,
+                io.update_workers, room,
             )  # fmt: skip
 
-        room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / data_parallel.on_host
         may_stream = len(ways) > 1 and can_stream(given.model, parts.blocks, ties_streamed(given.optimizer))
         try:
             rules, plan = _within_budget(rules, planned, room)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from ...config import Fraction
@@ -192,10 +193,12 @@ def make_plan(
     wanted: Wanted,
     planner: Planner,
     update_workers: int,
+    room: float | None,
 ) -> RunPlan:
     """Choose what stays on the host within the budget, by the ``planner``'s rates if ``wanted`` asks for it.
 
-    Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
+    Without a budget, gradients that wait may take half of ``room``, the bytes that are free now. Raises ``BadInput``,
+    and ``DoesNotFit`` naming a budget that works.
     """
     measured = _measured(parts, device, budget, wanted.on_host, sample, loss_fn)
     host_budget = None if measured is None else budget.host_bytes()  # the needs are known in part only
@@ -210,7 +213,8 @@ def make_plan(
     )
     fit = partial(
         choose, work, usual, host_budget, schedule=lists, device_budget_bytes=budget.device_bytes(),
-        order=STATE_FIRST if schedule == ZEROTH else ORDER, **wanted.on_host,
+        order=STATE_FIRST if schedule == ZEROTH else ORDER, waiting_bytes=inf if room is None else room / 2,
+        **wanted.on_host,
     )  # fmt: skip
 
     device_budget = None if device.unified or measured is None else budget.device_bytes()

@@ -39,12 +39,14 @@ def choose(
     order: Sequence[str] = ORDER,
     device_budget_bytes: int | None = None,
     savings: Sequence[MemorySaving] = MEMORY_SAVINGS,
+    waiting_bytes: float = inf,
 ) -> BlockPlacement:
     """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
-    Time is spent for memory (``MemorySaving``) only where nothing fits otherwise. The budget covers ``held_bytes`` that
-    the process holds anyway, and evaluations of ``evaluation_batches`` micro-batches at once. None is no limit. Raises
-    ``DoesNotFit`` if even the smallest of the others does not fit, and ``BadInput`` for a value that is no fraction.
+    Gradients that wait are in memory up to ``waiting_bytes``. Time is spent for memory (``MemorySaving``) only where
+    nothing fits otherwise. The budget covers ``held_bytes`` that the process holds anyway, and evaluations of
+    ``evaluation_batches`` micro-batches at once. None is no limit. Raises ``DoesNotFit`` if even the smallest of the
+    others does not fit, and ``BadInput`` for a value that is no fraction.
     """
     asked: dict[str, Fraction] = {
         "params": params,
@@ -53,8 +55,9 @@ def choose(
         "optimizer": optimizer,
     }
     search = _Search(
-        work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes, device_budget_bytes, savings
-    )
+        work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes, device_budget_bytes, savings,
+        waiting_bytes,
+    )  # fmt: skip
     fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
     search.choose_saving(fractions)
     if not search.fits(fractions):
@@ -78,10 +81,11 @@ class _Search:
         held: int,
         device_budget: int | None,
         savings: Sequence[MemorySaving],
+        waiting_bytes: float,
     ) -> None:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
-        self.savings = savings
+        self.savings, self._waiting_bytes = savings, waiting_bytes
         self._predicted: dict[BlockPlacement, Memory] = {}
         no_limit = work.unified or device_budget is None
         self.device_bytes, self.saving = inf if no_limit else device_budget, FASTEST
@@ -131,7 +135,12 @@ class _Search:
         """Return the largest fraction of ``kind`` that fits beside the others."""
         rows = max(len(self.work.blocks) - (kind == "activations"), 1)
         least = round(fractions[kind] * rows)
-        return largest_fitting(least, rows, lambda n: self.fits({**fractions, kind: n / rows})) / rows
+        waiting = sum(b.kept_grad_bytes for b in self.work.blocks) if kind == "gradients" else 0
+
+        def fits(n: int) -> bool:
+            return waiting * n / rows <= self._waiting_bytes and self.fits({**fractions, kind: n / rows})
+
+        return largest_fitting(least, rows, fits) / rows
 
 
 def savings_of(

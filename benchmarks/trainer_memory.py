@@ -8,18 +8,18 @@ Hugging Face, TRL's SFT and DPO, accelerate, and Lightning. Each process compute
 1. "unmodified" does all that.
 2. "one line" is the same script with that line. It is killed in the middle of training; another process continues the
    run, evaluates and saves.
-3. "on meta" has ``holdfast.pretrained`` in the place of ``from_pretrained`` as well (with the Trainer alone).
 
 Each process is forked from one that has loaded all the libraries. The peak is the most memory of a process that is its
-own (anonymous), and the libraries; pages of files that the system can drop at any time do not count. "before" is what it
-has at its beginning. 2 and 3 run under a hard limit, a memory cgroup (version 1, as root), for what comes on top of that:
-what comes on top in the unmodified script, divided by 1.5.
+own (anonymous), and the libraries; pages of files that the system can drop at any time do not count. "before" is what
+it has at its beginning. 2 runs under a hard limit, a memory cgroup (version 1, as root), for what comes on top of
+that: what comes on top in the unmodified script, divided by 1.5.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -38,9 +38,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from common import finish, hard_limit, memory_of_process, options_of, table
+from common import finish, hard_limit, memory_of_process, options_of
 
-HERE = Path(__file__).parents[1]
 MIB = 1024**2
 HOSTS = ("trainer", "sft", "dpo", "accelerate", "lightning")
 MODULES = (
@@ -49,7 +48,7 @@ MODULES = (
     "holdfast.integrations.lightning", "torch._dynamo",
 )  # fmt: skip
 """The modules that are loaded before the scripts are forked."""
-WAYS = ("unmodified", "one line", "on meta")
+WAYS = ("unmodified", "one line")
 WORDS = 250
 """The number of words of the texts; the tokenizer has four marks more."""
 
@@ -117,7 +116,6 @@ class Script:
 
     def __init__(self, order: Order) -> None:
         self.order, self.out = order, Path(order.out)
-        self._weights: Any = None
         self._engine: Callable[[], Any] = lambda: None
         self._at_first = 0
 
@@ -135,14 +133,9 @@ class Script:
 
     def model(self) -> Any:
         """The model in the folder."""
-        if self.order.way == "on meta":
-            import holdfast
+        from transformers import AutoModelForCausalLM
 
-            model, self._weights = holdfast.pretrained(self.order.folder)
-        else:
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(self.order.folder)
+        model = AutoModelForCausalLM.from_pretrained(self.order.folder)
         say(phase="loaded")
         return model
 
@@ -159,8 +152,6 @@ class Script:
         import holdfast
 
         given: dict[str, Any] = {"placement": holdfast.Placement(activations_on_host=0.0)}
-        if self._weights is not None:
-            given["source"] = self._weights
         if self.order.predicts:
             tokens = torch.zeros(rows, self.order.tokens, dtype=torch.int64)
             given["sample"] = {
@@ -469,21 +460,15 @@ def of_script(host: str, way: str, case: Case, folder: Path, group: Path | None)
 
 def figures(host: str, case: Case, folder: Path) -> dict[str, dict[str, Any]]:
     """Return the figures of a host, by way."""
-    found = {"unmodified": of_script(host, "unmodified", case, folder, None)}
-    limit = round((found["unmodified"]["peak"] - found["unmodified"]["before"]) / LESS)
+    plain = of_script(host, "unmodified", case, folder, None)
+    limit = round((plain["peak"] - plain["before"]) / LESS)
     with hard_limit(limit * MIB) as group:
-        for way in WAYS[1:] if host == "trainer" else WAYS[1:2]:
-            held = of_script(host, way, case, folder, group)
-            found[way] = held or of_script(host, way, case, folder, None)
-            found[way] |= {} if group is None else {"limit": limit, "held": bool(held)}
-            print(host, way, json.dumps(found[way]), file=sys.stderr, flush=True)
-        if group is not None:
-            found["unmodified"] |= {
-                "limit": limit,
-                "held": bool(of_script(host, "unmodified", case, folder, group)),
-            }
-    print(host, json.dumps(found["unmodified"]), file=sys.stderr, flush=True)
-    return found
+        held = of_script(host, "one line", case, folder, group)
+    ours = held or of_script(host, "one line", case, folder, None)
+    return {
+        "unmodified": plain,
+        "one line": ours | ({} if group is None else {"limit": limit, "held": bool(held)}),
+    }
 
 
 def main() -> None:
@@ -496,23 +481,18 @@ def main() -> None:
         return
     case = SMALL if options.small else Case()
     hosts = [options.only] if options.only else HOSTS[:1] if options.small else HOSTS
-    found: dict[str, dict[str, dict[str, Any]]] = {}
     for module in MODULES:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that no collection in a fork writes to objects that are shared
     folder = Path(tempfile.mkdtemp(dir=options.folder))  # which no exit function of a fork removes
     try:
         write_folder(folder / "model", case)
         for host in hosts:
-            found[host] = figures(host, case, folder)
+            ways = figures(host, case, folder)
+            finish("trainer_memory", {"measurement": host, "sizes": asdict(case), "ways": ways}, options.keep)
     finally:
         shutil.rmtree(folder)
-    rows = [["MiB", *WAYS, "predicted", "limit held"]]
-    for host, ways in found.items():
-        one = ways["one line"]
-        peaks = [str(ways[way]["peak"]) if way in ways else "-" for way in WAYS]
-        rows.append([host, *peaks, str(one.get("predicted")), str(one.get("held"))])
-    table(rows)
-    finish("trainer_memory", {"sizes": asdict(case), "hosts": found}, options.keep)
 
 
 if __name__ == "__main__":

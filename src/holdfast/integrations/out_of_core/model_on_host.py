@@ -57,7 +57,7 @@ class _Copies:
 
     def make(self, *_: Any) -> None:
         """Copy to the device what is not there."""
-        places = [
+        places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (held, name, original)
             for module in self._modules
             for held in (module._parameters, module._buffers)

@@ -234,7 +234,7 @@ class OffloadedSteps(Trainer):
         if absent and (is_whole or not isinstance(source, Weights) or not all(map(source.has, absent))):
             raise BadInput("the model has no values in memory: evaluate after train(), with the engine open")
         with ExitStack() as there:
-            if absent:
+            if isinstance(source, Weights) and absent:
                 there.enter_context(computing_on(self.args.device, model, source.read))
             elif self.place_model_on_device and is_whole:
                 super()._move_model_to_device(model, self.args.device)  # type: ignore[arg-type]

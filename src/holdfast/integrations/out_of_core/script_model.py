@@ -63,7 +63,9 @@ class _Pages:
             return value
         start = round_up(self._file.tell())
         self._file.seek(start)
-        self._file.write(flat_bytes(value).numpy())  # not through the mapping, where a full disk is a signal
+        self._file.write(
+            flat_bytes(value).numpy().data
+        )  # not through the mapping, where a full disk is a signal
         self._file.flush()
         flat = torch.frombuffer(self._memory, dtype=value.dtype, count=value.numel(), offset=start)
         return flat.view(value.shape)

@@ -50,7 +50,7 @@ def test_losses_and_weights_are_those_under_ddp(world, tmp_path):
     """In the first step one rank has a micro-batch without targets. The best model is loaded at the end."""
     full = {
         "train_sampling_strategy": "sequential", "silent": [2, 3], "counts": True, "load_best_model_at_end": True,
-        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
         "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": True, "max_grad_norm": 0.5,
     }  # fmt: skip
     orders = {"full": full, "adapters": {"adapters": True, "average_tokens_across_devices": False}}

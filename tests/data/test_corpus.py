@@ -3,12 +3,15 @@
 import itertools
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.cli.train.recipe import recipe_of
+from holdfast.config import Config
 from holdfast.data import corpus as corpora
 from holdfast.data.corpus import Corpus, find_files
 from holdfast.data.loader import step_loader
@@ -214,3 +217,17 @@ def test_a_run_inside_the_folder_is_no_part_of_the_text(folder):
     (folder / "timelines").mkdir()
     (folder / "timelines" / "b.py").write_text("y")
     assert fingerprint() != before
+
+
+def test_a_link_to_a_folder_is_told_of(folder, tmp_path_factory):
+    (folder / "more").symlink_to(tmp_path_factory.mktemp("other"))
+    with pytest.warns(UserWarning, match="more is a link to a folder, which is not read"):
+        find_files(str(folder))
+
+
+def test_held_out_text_that_is_trained_on_is_told_of(folder):
+    told = Config()
+    text = {"text": str(folder), "validation": str(folder / "a.txt")}
+    config = replace(told, data=replace(told.data, **text), model=replace(told.model, context=16))
+    with pytest.warns(UserWarning, match=r"a\.txt, which is also in data\.text"):
+        recipe_of(config, print)

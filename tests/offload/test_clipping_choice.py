@@ -98,6 +98,17 @@ def test_memory_that_is_not_free_is_left_for_the_norm(tmp_path, monkeypatch):
             assert engine._rules.clipping == mode
 
 
+def test_gradients_wait_on_the_ssd_where_memory_is_short(tmp_path, monkeypatch):
+    """Without a budget and a sample, with the same bits."""
+    losses = []
+    for free, spills in ((1 << 40, False), (1 << 10, True)):
+        monkeypatch.setattr(run_planning, "free_host_bytes", lambda free=free: free)
+        with engine_of(tmp_path / f"{free}", clip_norm=1.0) as engine:
+            losses.append([engine.step(batches(step, 2)) for step in range(2)])
+            assert (("ssd_write", "store_grads") in engine.traffic()) == spills
+    assert losses[0] == losses[1]
+
+
 def test_ways_do_not_change_without_a_commit_at_each_step(tmp_path):
     with engine_of(tmp_path, clip_norm=1.0, clipping="auto", commit_every=2) as engine:
         for step in range(2):

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import floor
+from math import floor, inf
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
@@ -218,6 +218,7 @@ class _Search:
                 order=ORDER,
                 device_budget_bytes=q.device_budget,
                 savings=savings_of(q.work, q.shape, q.schedule),
+                waiting_bytes=inf,
                 **q.asked,
             )
         except DoesNotFit as error:

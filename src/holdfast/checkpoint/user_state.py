@@ -28,8 +28,8 @@ from ..state.progress import (
     refuse_other_ranks,
     restore_random_state,
 )
+from .arithmetic import computing
 from .capture.optimizer_attributes import refuse_unstorable
-from .numerics import computing
 
 LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
 """Bounds of the tensors in ``also=``, which become text in every log record.

@@ -32,10 +32,17 @@ from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
 from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
-from ..arithmetic import DESCRIPTIONS, arithmetic_here, differing, operations_of
+from ..arithmetic import (
+    DESCRIPTIONS,
+    arithmetic_here,
+    computing_as,
+    depends_on_products,
+    differing,
+    operations_of,
+    recorded_settings,
+)
 from ..compression.codecs import ShardingMismatch, Spreads
 from ..log.recorder import BOUND
-from ..numerics import computing_as, depends_on_products, recorded_settings
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
 from .replay import FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as

@@ -30,10 +30,10 @@ from ...state.layout.regions import Region
 from ...state.live_state import LiveState, Rounds
 from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.progress import hyper_parameters
+from ..arithmetic import product_precision, set_product_precision
 from ..capture import device_staging
 from ..capture.device_staging import PinnedHomes, StagedOnDevice, visit_bytes
 from ..capture.optimizer_attributes import OF_TORCH
-from ..numerics import product_precision, set_product_precision
 from ..snapshot.snapshot_state import members_of, module_of, optimizer_of
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."

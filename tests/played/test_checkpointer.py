@@ -15,7 +15,6 @@ from checkpoint.copy_order import Order
 from checkpoint.loops import cut_small
 from holdfast import accelerators
 from holdfast.checkpoint.capture import async_copy, device_staging, staging_buffers
-from holdfast.checkpoint.capture.rng_draws import draw_again, drawn_since, generators
 from holdfast.checkpoint.compression import comm_hook
 from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpoint.recovery import model_description
@@ -26,6 +25,7 @@ from holdfast.checkpoint.snapshot.snapshot_image import SnapshotImage
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
 from holdfast.events import read_events
+from holdfast.state.progress import draw_again, drawn_since, generators
 from holdfast.store.commit.retention import Keep
 from played_device import HERE, PLAYED, Module, Played, Silent, played  # noqa: F401
 from replica_run import Forked

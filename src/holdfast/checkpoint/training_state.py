@@ -24,7 +24,7 @@ from ..state.capture import aliases_of
 from ..state.joined_buffers import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away
-from ..state.schedules import UngivenSchedulers
+from ..state.progress import UngivenSchedulers
 from .capture.mutation_check import changes_of
 from .capture.optimizer_attributes import OptimizerAttributes, StateCheck
 from .capture.optimizer_hooks import Update

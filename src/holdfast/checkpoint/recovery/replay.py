@@ -23,10 +23,9 @@ from ...state.encoding import decode
 from ...state.layout.ownership import is_distributed, local_of
 from ...state.live_state import BUFFERS, LiveState
 from ...state.plain_tensors import flat_bytes
-from ...state.progress import load_hyper_parameters
+from ...state.progress import draw_again, load_hyper_parameters
 from ..capture.closures import closure_again
 from ..capture.optimizer_hooks import CONSUMED, scale
-from ..capture.rng_draws import draw_again
 from ..capture.staging_buffers import tensors_of
 from ..compression import codecs
 from ..compression.codecs import ShardingMismatch

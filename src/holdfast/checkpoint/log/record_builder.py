@@ -12,8 +12,8 @@ import torch
 
 from ...accelerators import devices_of
 from ...errors import BadInput
+from ...state.encoding import shorten
 from ...state.live_state import LiveState
-from ...state.text_delta import shorten
 from ..capture.async_copy import AsyncHostCopy
 from ..capture.optimizer_hooks import Update
 from ..capture.state_digests import digest

@@ -20,7 +20,7 @@ from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
 from .coordinator import RankCoordinator
 from .grace import Grace
-from .log.record_builder import RecordBuilder
+from .log.log_records import RecordBuilder
 from .log.recorder import FinalizedStep
 from .options import Options
 from .recovery.recovery_progress import RecoveryProgress

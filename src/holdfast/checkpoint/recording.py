@@ -32,7 +32,7 @@ from .collective_snapshots import CollectiveSnapshot, StorageShare
 from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
 from .grace import Grace
-from .log.record_builder import RecordBuilder
+from .log.log_records import RecordBuilder
 from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options

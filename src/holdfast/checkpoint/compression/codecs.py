@@ -5,7 +5,7 @@ without rows of zeros (``touched_rows``), and can compress them without loss, by
 Other codecs change what training consumes (``lossy``); what they write is expanded here, as one sparse vector, 8-bit
 integers with a scale for each block, or two narrow matrices. Training and replay expand by the same functions, which
 makes the bits equal. Each record names its codec, so a run can be resumed with another one. Called by the optimizer
-hooks and by ``replay``. Sizes are bytes.
+hooks and by replay. Sizes are bytes.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ from ..arithmetic import (
     recorded_settings,
 )
 from ..compression.codecs import ShardingMismatch, Spreads
+from ..log.log_records import FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 from ..log.recorder import BOUND
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
-from .replay import FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 
 
 @dataclass

@@ -21,7 +21,7 @@ from ..errors import BadInput
 from ..optim.kinds import is_elementwise
 from ..quantities import shown
 from ..state.capture import aliases_of
-from ..state.joined_buffers import buffers_within, joined_buffers
+from ..state.layout.overlaps import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away
 from ..state.progress import UngivenSchedulers

@@ -22,9 +22,16 @@ from torch import nn
 from ...errors import Damaged, DiskFailed, HoldfastError, OtherArithmetic, RunMismatch, Unreadable
 from ...optim.kinds import is_elementwise
 from ...state.capture import CapturedParameter
-from ...state.joined_buffers import BUFFER, arrange_buffers
 from ...state.layout.flat_ranges import AnyRegion
-from ...state.layout.overlaps import PARAMETERS, OverlappingMemory, Shared, key_names, placed
+from ...state.layout.overlaps import (
+    BUFFER,
+    PARAMETERS,
+    OverlappingMemory,
+    Shared,
+    arrange_buffers,
+    key_names,
+    placed,
+)
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import RESIDUAL, TensorEntry

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...state.joined_buffers import buffers_within
+from ...state.layout.overlaps import buffers_within
 from ...state.live_state import LiveState
 
 Slots = dict[str, Any]

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import RuleError
-from ..state.layout.flat_ranges import FLAT
-from ..state.layout.regions import Region
+from ..state.layout.regions import FLAT, Region
 from ..state.rules.assembly import Assembled, Ruled, assemble
 from ..state.rules.layouts import along
 from ..state.rules.rule_language import VERSION, Rules

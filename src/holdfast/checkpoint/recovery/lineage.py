@@ -22,7 +22,6 @@ from torch import nn
 from ...errors import Damaged, DiskFailed, HoldfastError, OtherArithmetic, RunMismatch, Unreadable
 from ...optim.kinds import is_elementwise
 from ...state.capture import CapturedParameter
-from ...state.layout.flat_ranges import AnyRegion
 from ...state.layout.overlaps import (
     BUFFER,
     PARAMETERS,
@@ -32,6 +31,7 @@ from ...state.layout.overlaps import (
     key_names,
     placed,
 )
+from ...state.layout.regions import AnyRegion
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import RESIDUAL, TensorEntry

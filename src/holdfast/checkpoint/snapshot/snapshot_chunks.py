@@ -25,8 +25,7 @@ import xxhash
 from ...io.buffers import Buffer
 from ...optim.kinds import is_elementwise
 from ...quantities import MiB, packed
-from ...state.layout.flat_ranges import FLAT, AnyRegion, FlatRange, regions_of
-from ...state.layout.regions import Region
+from ...state.layout.regions import FLAT, AnyRegion, FlatRange, Region, regions_of
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.tensor_entries import CARRIED, RESIDUAL, SUBSPACE, TensorEntry, fragment
 from ...store.commit.generations import Generations

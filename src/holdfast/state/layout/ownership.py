@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ...errors import ModelNotSupported
-from .flat_ranges import AnyRegion
-from .regions import Region
+from .regions import AnyRegion, Region
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import BadInput, ModelNotSupported
-from .flat_ranges import FlatRange
+from .regions import FlatRange
 from .zero_shares import cut, dealt, share_of, starts_of
 
 ALIGNED = 16

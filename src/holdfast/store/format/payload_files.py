@@ -16,8 +16,7 @@ import xxhash
 from holdfast.errors import FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
 from holdfast.regular_files import load_json
-from holdfast.state.layout.flat_ranges import boxes_of, regions_of
-from holdfast.state.layout.regions import Region
+from holdfast.state.layout.regions import Region, boxes_of, regions_of
 from holdfast.store.commit.generations import corrupt
 from holdfast.store.disk import AnyDisk
 from holdfast.store.drive_links import lost_drive

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.readers import open_source
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
 from holdfast.formats.readers.training_file import write_torch

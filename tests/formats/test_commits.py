@@ -12,7 +12,7 @@ from torch import nn
 from checkpoint.loops import cut_small
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, FileMissing
-from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.state.layout.regions import Region

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.formats.dcp import dcp_writer
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
 from ..formats import packs
-from ..formats.deepspeed import write_deepspeed
+from ..formats.deepspeed.deepspeed_writer import write_deepspeed
 from ..formats.entry_keys import EXTRA
 from ..formats.load import refuse_unequal
 from ..formats.readers.huggingface import write_huggingface, write_named, write_single

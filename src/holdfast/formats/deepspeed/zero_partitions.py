@@ -7,7 +7,7 @@ recorded places of parameter fragments; recorded and computed places must agree.
 
 Stage 3: of ``n`` elements on ``ranks`` ranks, rank ``d`` has ``k = ceil(n / ranks)`` from ``d * k`` on, as far as they
 exist, followed by padding. In a file the parts of a sub-group of parameters are adjacent. Only the shapes are recorded.
-Called by ``native_checkpoint``.
+Called by ``NativeCheckpoint``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from pathlib import Path, PurePath
 
 from ...errors import BadInput
 from ..dcp.dcp_reader import DcpFolder, is_dcp
-from ..deepspeed import is_deepspeed, open_deepspeed
+from ..deepspeed.deepspeed_checkpoints import open_deepspeed
+from ..deepspeed.deepspeed_contents import is_deepspeed
 from ..fragment_reads import looking_at
 from ..megatron import is_megatron, open_megatron
 from ..source import Source

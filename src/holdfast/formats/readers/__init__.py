@@ -10,7 +10,8 @@ from ..dcp.dcp_reader import DcpFolder, is_dcp
 from ..deepspeed.deepspeed_checkpoints import open_deepspeed
 from ..deepspeed.deepspeed_contents import is_deepspeed
 from ..fragment_reads import looking_at
-from ..megatron import is_megatron, open_megatron
+from ..megatron.megatron_contents import is_megatron
+from ..megatron.megatron_reader import open_megatron
 from ..source import Source
 from .rank_files import RankFiles, is_accelerate, is_rank_files, open_accelerate
 from .ruled_folder import RuledFolder, is_ruled

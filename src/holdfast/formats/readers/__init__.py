@@ -12,9 +12,9 @@ from ..deepspeed.deepspeed_contents import is_deepspeed
 from ..fragment_reads import looking_at
 from ..megatron.megatron_contents import is_megatron
 from ..megatron.megatron_reader import open_megatron
+from ..rules_source import RuledFolder, is_ruled
 from ..source import Source
 from .rank_files import RankFiles, is_accelerate, is_rank_files, open_accelerate
-from .ruled_folder import RuledFolder, is_ruled
 from .safetensors_files import ShardedSafetensors, is_safetensors, is_sharded
 from .torch_save import is_saved
 from .trainer_folder import open_saved, open_weights

@@ -29,7 +29,7 @@ from holdfast.store.format.manifest import (
     timeline_of_name,
     timeline_path,
 )
-from holdfast.store.format.payload_ranges import read_atom
+from holdfast.store.format.payload_files import read_atom
 from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.segments import timelines_of_segments
 from holdfast.store.object_store import place_of, remote_disk

@@ -28,10 +28,9 @@ from ..state.tensor_entries import TensorEntry
 from ..store.format.manifest import Manifest
 from ..store.format.payload_files import regions
 from ..store.reader import RunReader
-from .fragment_reads import ReadFiles
 from .load import read_bytes
 from .readers.safetensors_files import parts_of
-from .source import DerivedSource, Source, SourceTensor, StoredArray, places_of
+from .source import DerivedSource, ReadFiles, Source, SourceTensor, StoredArray, places_of
 from .torch_archive.archives import Archive, Plain, check_inside
 from .torch_archive.distributed_tensors import is_distributed
 from .torch_archive.pickles import PickledObject, Tensor

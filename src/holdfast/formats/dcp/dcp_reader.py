@@ -18,8 +18,7 @@ from ...quantities import KiB, counted
 from ...state.layout.fragments import Fragments, dense, row_major
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
 from ..entry_keys import PROGRESS, name_all
-from ..fragment_reads import NUM_LOCKS, WithNumbers, looking_at
-from ..source import SourceTensor, StoredArray
+from ..source import NUM_LOCKS, SourceTensor, StoredArray, WithNumbers, looking_at
 from ..state_dict_progress import add_or_tell, progress_of, state_dict_of
 from ..torch_archive.archives import Archive, Plain, bytes_of
 from ..torch_archive.pickles import Tensor

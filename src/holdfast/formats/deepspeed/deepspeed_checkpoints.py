@@ -14,9 +14,8 @@ from ...errors import BadInput, Damaged, FileMissing, HoldfastError
 from ...state.layout.fragments import Fragments, dense
 from ...state.layout.regions import Region
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
-from ..fragment_reads import WithNumbers
 from ..load import read_flat, tensor_of
-from ..source import Source, SourceTensor
+from ..source import Source, SourceTensor, WithNumbers
 from ..torch_archive.archives import Archive, piece_of
 from ..torch_archive.pickles import PickledObject, Tensor
 from .deepspeed_contents import (

@@ -26,8 +26,7 @@ from ...state.layout.regions import Region
 from ...state.layout.sharding import zero_range
 from ...state.tensor_entries import TensorEntry
 from ..entry_keys import unwrapped
-from ..fragment_reads import ReadFiles, WithNumbers
-from ..source import SourceTensor
+from ..source import ReadFiles, SourceTensor, WithNumbers
 from ..torch_archive.archives import Archive, Plain, piece_of
 from ..torch_archive.pickles import Tensor
 from .local_tensors import LocalParameter, PlacedParameter, Shape, shapes_of

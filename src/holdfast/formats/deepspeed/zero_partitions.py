@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import BadInput, Damaged
 from ...state.layout.sharding import zero_order, zero_range, zero_starts
-from ..fragment_reads import ReadFiles
+from ..source import ReadFiles
 from ..torch_archive.pickles import PickledObject, Tensor
 from .deepspeed_contents import need
 from .local_tensors import LocalParameter, Rank, Shape, Value, split_state

@@ -9,11 +9,10 @@ from ...errors import BadInput
 from ..dcp.dcp_reader import DcpFolder, is_dcp
 from ..deepspeed.deepspeed_checkpoints import open_deepspeed
 from ..deepspeed.deepspeed_contents import is_deepspeed
-from ..fragment_reads import looking_at
 from ..megatron.megatron_contents import is_megatron
 from ..megatron.megatron_reader import open_megatron
 from ..rules_source import RuledFolder, is_ruled
-from ..source import Source
+from ..source import Source, looking_at
 from .rank_files import RankFiles, is_accelerate, is_rank_files, open_accelerate
 from .safetensors_files import ShardedSafetensors, is_safetensors, is_sharded
 from .torch_save import is_saved

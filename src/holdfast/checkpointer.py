@@ -68,9 +68,8 @@ from .store.commit.retention import Keep
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
-from .supervised.attempt import in_drill, shared_directory
+from .supervised.attempt import Witness, in_drill, shared_directory
 from .supervised.standing_by import refuse_replica, say_closed, say_opened, wait_for_run
-from .supervised.witness import Witness
 
 
 class Checkpointer:

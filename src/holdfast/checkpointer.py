@@ -31,14 +31,15 @@ from .checkpoint.capture.state_digests import all_digests
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace, SigTerm
-from .checkpoint.log.helper_cpus import HelperCpus, chosen_cpus
 from .checkpoint.loss_guard import GuardOptions, LossGuard
 from .checkpoint.metrics import checked, is_among_best
 from .checkpoint.nodes.local_disks import LocalDisks
 from .checkpoint.nodes.node_run import NodePeers
 from .checkpoint.options import (
     Exactness,
+    HelperCpus,
     Options,
+    chosen_cpus,
     refuse_bad_resume,
     refuse_clipping,
     refuse_no_room_for_best,

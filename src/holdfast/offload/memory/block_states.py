@@ -28,8 +28,7 @@ import torch
 from ...errors import ModelNotSupported
 from ...io.buffers import Buffer
 from ...optim.declared_state import Form, Slots
-from ...optim.host_optimizer import HostOptimizer, ParameterState, copied
-from ...optim.master_parts import round_to_24_bits
+from ...optim.host_optimizer import HostOptimizer, ParameterState, copied, round_to_24_bits
 from ...quantities import PAGE, round_up
 from ...schedule.work import tile_count
 from ...state.capture import BufferPlace, buffer_at

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from ...errors import BadInput
-from ...optim.master_parts import SplitMaster
+from ...optim.host_optimizer import SplitMaster
 from ...quantities import PAGE, round_up
 from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME

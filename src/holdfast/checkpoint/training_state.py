@@ -25,10 +25,9 @@ from ..state.layout.overlaps import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away
 from ..state.progress import UngivenSchedulers
-from .capture.mutation_check import changes_of
+from .capture.mutation_check import TransientBuffers, changes_of
 from .capture.optimizer_attributes import OptimizerAttributes, StateCheck
 from .capture.optimizer_hooks import Update
-from .capture.transient_buffers import TransientBuffers
 from .compression.codecs import Codec
 from .compression.comm_hook import HookState, hooked, warn_of_hook_state
 from .compression.lossy import Sparse, TopK

@@ -12,8 +12,8 @@ from holdfast.errors import Damaged
 from holdfast.state.split_masters import SplitArrays, split
 from holdfast.store.disk import Disk
 from holdfast.store.format import payload_files
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout
 from holdfast.store.format.manifest import FileRef
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout
 
 
 def test_reading_keeps_nothing_for_each_block_that_was_read(tmp_path, monkeypatch):

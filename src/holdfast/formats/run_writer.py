@@ -17,8 +17,8 @@ from ..errors import BadInput, DiskFull
 from ..quantities import MiB, format_bytes, packed
 from ..state.layout.regions import Region
 from ..state.tensor_entries import fragment
-from ..store.format.file_names import METADATA, PAD, Layout
 from ..store.format.manifest import Manifest
+from ..store.format.payload_layout import METADATA, PAD, Layout
 from ..store.run_store import LocalStore
 from .load import read_flat
 from .readers import format_of, is_of_others

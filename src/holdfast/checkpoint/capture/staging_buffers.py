@@ -40,7 +40,7 @@ from ...accelerators import (
 from ...io.buffers import Buffer
 from ...quantities import PAGE, format_bytes
 from ...state.plain_tensors import FROM_NAME
-from ...store.format.file_names import Layout
+from ...store.format.payload_layout import Layout
 
 
 class StagingBuffer:

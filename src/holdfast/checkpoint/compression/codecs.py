@@ -24,7 +24,7 @@ from ...state.capture import CapturedParameter
 from ...state.layout.ownership import local_of
 from ...state.live_state import LiveState
 from ...state.plain_tensors import TO_NAME
-from ...store.format.file_names import METADATA, Layout
+from ...store.format.payload_layout import METADATA, Layout
 from ..capture.staging_buffers import StagingBuffer, tensors_of
 from .sparse import Arrays, SparseScratch, Take, num_blocks, spread, spread_into
 from .touched_rows import KIND as ROWS

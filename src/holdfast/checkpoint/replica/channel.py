@@ -27,7 +27,7 @@ import torch
 from ...accelerators import CannotPin, pin
 from ...io.threads import open_file
 from ...store.disk import Disk
-from ...store.format.file_names import Layout
+from ...store.format.payload_layout import Layout
 from ..capture.staging_buffers import StagingBuffer, StagingPool
 
 _LENGTHS = struct.Struct("<QQ")

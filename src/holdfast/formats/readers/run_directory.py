@@ -14,9 +14,9 @@ from ...state.encoding import joined
 from ...state.layout.fragments import Fragment, Fragments, row_major
 from ...state.layout.regions import Region
 from ...state.tensor_entries import PENDING, TensorEntry
-from ...store.format.file_names import CHECKSUM_BLOCK
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_files import VerifiedFiles
+from ...store.format.payload_layout import CHECKSUM_BLOCK
 from ...store.reader import RunReader
 from ..entry_keys import KEY, ShapeAndType, name_all
 from ..source import Source, SourceTensor, StoredArray

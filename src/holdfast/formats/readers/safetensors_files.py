@@ -28,7 +28,7 @@ from ...quantities import MiB
 from ...state.layout.fragments import Fragment, Fragments, dense
 from ...state.layout.regions import Region
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
-from ...store.format.file_names import TensorInFile, without_pads
+from ...store.format.payload_layout import TensorInFile, without_pads
 from ..dcp.dcp_metadata import ints
 from ..entry_keys import ShapeAndType, name_all
 from ..source import Checksums, ReadFiles, SourceTensor, StoredArray

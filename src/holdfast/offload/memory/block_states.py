@@ -35,7 +35,7 @@ from ...state.capture import BufferPlace, buffer_at
 from ...state.layout.regions import Region
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
-from ...store.format.file_names import SMALL_ALIGNMENT, Layout
+from ...store.format.payload_layout import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
 from .parameter_shards import (
     CopyPart,

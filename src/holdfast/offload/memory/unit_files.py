@@ -23,7 +23,7 @@ from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME
 from ...state.split_masters import DTYPES, PARTS, carry_bytes, part_key
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
-from ...store.format.file_names import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
+from ...store.format.payload_layout import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
 from .parameter_shards import ParameterShard
 
 TILE, FROZEN, EXPERTS = ".tile", ".frozen", ".experts"

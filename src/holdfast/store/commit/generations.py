@@ -27,7 +27,7 @@ from holdfast.io.queue import IOQueue, Request
 from holdfast.quantities import shown
 from holdfast.store.disk import AnyDisk, OpenFile, write_durably
 from holdfast.store.drive_links import HOME, folders, unneeded
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, block_spans
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout, block_spans
 from holdfast.store.format.reference_files import REFERENCE, SAFETENSORS, Reference, is_reference
 
 PIECES = 4

@@ -22,7 +22,7 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.threads import File, open_file
 from holdfast.quantities import PAGE, MiB, round_up
 from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unseal
-from holdfast.store.format.file_names import Layout
+from holdfast.store.format.payload_layout import Layout
 
 SAFETENSORS, REFERENCE = ".safetensors", ".reference"
 """The suffixes of the names of payload files, and of reference files in their place."""

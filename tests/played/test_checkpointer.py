@@ -25,7 +25,7 @@ from holdfast.checkpoint.snapshot.snapshot_image import SnapshotImage
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
 from holdfast.events import read_events
-from holdfast.state.progress import draw_again, drawn_since, generators
+from holdfast.state.progress import draw_again, drawn_since, generator_states
 from holdfast.store.commit.retention import Keep
 from played_device import HERE, PLAYED, Module, Played, Silent, played  # noqa: F401
 from replica_run import Forked
@@ -244,7 +244,7 @@ def test_random_numbers_of_the_device_go_on(tmp_path):
 
 
 def test_random_numbers_an_update_draws_there_are_replayed(monkeypatch):
-    before = generators()
+    before = generator_states()
     PLAYED.state[3] = 7
     drawn = drawn_since(before)
     draw_again(drawn)

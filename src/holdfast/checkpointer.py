@@ -7,7 +7,7 @@ durable. ``resume()`` loads the newest snapshot and replays the log records afte
 
 This module only joins other modules. ``training_state`` holds the training state and ``optimizer_hooks``
 hooks the optimizers. ``durability`` keeps the steps, by log records (``recording``) or by a replica
-(``replicating``). ``checkpointer_rollback`` goes back to a step without a restart. Sizes are bytes.
+(``replicating``). ``rollback`` goes back to a step without a restart. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ from .checkpoint.options import (
     refuse_with_nodes,
 )
 from .checkpoint.recording import LogBackend
-from .checkpoint.recovery.checkpointer_rollback import Rollback
 from .checkpoint.recovery.recovery_progress import RecoveryProgress
+from .checkpoint.recovery.rollback import Rollback
 from .checkpoint.recovery.run_recovery import RecoveryResult
 from .checkpoint.replica import shared_memory
 from .checkpoint.replicating import ReplicaBackend
 from .checkpoint.snapshot.run_drives import RunDrives, places_of_drives, queue_for, refuse_bad_drives
-from .checkpoint.training_state import TrainingState, is_no_place
+from .checkpoint.training_state import TrainingState
+from .checkpoint.user_state import is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, StepLog, describe_lost_steps, tell

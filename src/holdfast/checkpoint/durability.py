@@ -24,9 +24,10 @@ from .log.log_records import RecordBuilder
 from .log.recorder import FinalizedStep
 from .options import Options
 from .recovery.recovery_progress import RecoveryProgress
+from .recovery.rollback import HostCopy
 from .recovery.run_recovery import RecoveryResult
-from .snapshot.host_copy import HostCopy
-from .training_state import TrainingState, is_schedule
+from .training_state import TrainingState
+from .user_state import is_schedule
 
 
 class DurabilityBackend(ABC):

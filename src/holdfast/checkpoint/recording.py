@@ -38,12 +38,11 @@ from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
 from .recovery.following import Follower
 from .recovery.lineage import Lineage, Reached
-from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
+from .recovery.rollback import HostCopy, LivingScript, line_to, reachable_step
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
 from .snapshot import memory_copies
-from .snapshot.host_copy import HostCopy
 from .snapshot.memory_copies import (
     MemoryCopies,
     machine_seconds,

@@ -297,3 +297,16 @@ class NoScriptState(ScriptState):
     def restore(
         self, progress: dict[str, Any], which: Callable[[str, Any], bool] = lambda name, thing: True
     ) -> None: ...
+
+
+def is_schedule(name: str, thing: Any) -> bool:
+    """Return whether the script alone moves the object: true for schedulers."""
+    return name.startswith("scheduler")
+
+
+def is_no_place(name: str, thing: Any) -> bool:
+    """Return whether the object is no position in data.
+
+    A script may already have fetched the next iteration's batch when it calls ``save``, so positions are excluded.
+    """
+    return name != "loader" and not hasattr(thing, "__iter__")

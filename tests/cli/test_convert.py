@@ -22,7 +22,7 @@ from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
 from holdfast.formats.restore import read_tensors
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import write_run
 from holdfast.formats.torch_writer import write_torch
 from holdfast.opening import source_of
 from holdfast.state.layout.regions import Region

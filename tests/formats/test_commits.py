@@ -14,7 +14,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, FileMissing
 from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.load import ReadTarget, read_all
-from holdfast.formats.readers.run_directory import CommitSource
+from holdfast.formats.run_directory import CommitSource
 from holdfast.state.layout.regions import Region
 from holdfast.store.format.payload_layout import CHECKSUM_BLOCK
 from holdfast.store.reader import RunReader

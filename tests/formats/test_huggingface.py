@@ -29,7 +29,7 @@ from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
 from holdfast.formats.readers.safetensors_files import INDEX, SafetensorsFiles, digest_of, header_of
 from holdfast.formats.restore import read_tensors
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import write_run
 from holdfast.formats.source import ReadFiles
 from holdfast.opening import source_of
 from holdfast.state.layout.regions import Region

@@ -23,7 +23,7 @@ from ..formats.entry_keys import EXTRA
 from ..formats.load import refuse_unequal
 from ..formats.readers.huggingface import write_huggingface, write_named, write_single
 from ..formats.rules_source import UnderRules
-from ..formats.run_writer import write_run
+from ..formats.run_directory import write_run
 from ..formats.source import Source
 from ..formats.torch_writer import SUFFIXES as TORCH_SUFFIXES
 from ..formats.torch_writer import write_torch

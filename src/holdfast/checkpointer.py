@@ -32,7 +32,6 @@ from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace, SigTerm
 from .checkpoint.loss_guard import GuardOptions, LossGuard
-from .checkpoint.metrics import checked, is_among_best
 from .checkpoint.nodes.local_disks import LocalDisks
 from .checkpoint.nodes.node_run import NodePeers
 from .checkpoint.options import (
@@ -66,7 +65,7 @@ from .regular_files import home_path
 from .saved_weights import SavedWeights
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
-from .store.commit.retention import Keep
+from .store.commit.retention import Keep, checked_metrics, is_among_best
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
@@ -436,7 +435,7 @@ class Checkpointer:
         """
         self._refuse_unusable()
         self._refuse_other_thread()
-        measured = None if metrics is None else checked(metrics, self._options.keep)
+        measured = None if metrics is None else checked_metrics(metrics, self._options.keep)
         before = self.steps_done
         with self._ending_on_error():  # after an error this step may have no record, so none may follow
             self._stepping = True

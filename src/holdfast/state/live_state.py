@@ -28,8 +28,17 @@ from .layout.overlaps import (
     put_within,
     tensors_within,
 )
-from .layout.ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
-from .layout.regions import AnyRegion, Region, copy_common, is_nothing
+from .layout.regions import (
+    AnyRegion,
+    Region,
+    ReplicatedRegion,
+    box_of,
+    copy_common,
+    is_cut_alike,
+    is_distributed,
+    is_nothing,
+    local_of,
+)
 from .plain_tensors import TO_NAME, is_plain, unsupported_kind
 from .tensor_entries import RESIDUAL, TensorEntry
 

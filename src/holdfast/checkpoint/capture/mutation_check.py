@@ -26,7 +26,7 @@ from ...errors import BadInput
 from ...quantities import MiB
 from ...state.capture import storable
 from ...state.encoding import decode, encode
-from ...state.layout.ownership import is_distributed
+from ...state.layout.regions import is_distributed
 from ...state.live_state import LiveState, local_held
 
 PATIENCE = 1000

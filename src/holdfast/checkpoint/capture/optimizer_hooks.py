@@ -23,7 +23,7 @@ from holdfast import failpoints
 
 from ...accelerators import is_capturing
 from ...errors import BadInput
-from ...state.layout.ownership import is_distributed, local_of
+from ...state.layout.regions import is_distributed, local_of
 from ...state.live_state import LiveState
 from ...state.plain_tensors import is_plain, unsupported_kind
 from ...state.progress import drawn_since, generator_states, hyper_parameters

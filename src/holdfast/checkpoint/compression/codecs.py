@@ -21,7 +21,7 @@ import torch
 from ...errors import BadInput, HoldfastError, RunMismatch
 from ...quantities import MiB, round_up
 from ...state.capture import CapturedParameter
-from ...state.layout.ownership import local_of
+from ...state.layout.regions import local_of
 from ...state.live_state import LiveState
 from ...state.plain_tensors import TO_NAME
 from ...store.format.payload_layout import METADATA, Layout

@@ -23,7 +23,7 @@ from ...accelerators import devices_of, is_accelerator
 from ...errors import BadInput
 from ...state.capture import CapturedParameter
 from ...state.encoding import decode, shorten
-from ...state.layout.ownership import is_distributed, local_of
+from ...state.layout.regions import is_distributed, local_of
 from ...state.live_state import BUFFERS, LiveState
 from ...state.plain_tensors import flat_bytes
 from ...state.progress import draw_again, load_hyper_parameters

@@ -24,8 +24,7 @@ from ...quantities import packed
 from ...state.capture import CapturedParameter
 from ...state.encoding import encode
 from ...state.layout.overlaps import key_names
-from ...state.layout.ownership import local_of
-from ...state.layout.regions import AnyRegion, Region
+from ...state.layout.regions import AnyRegion, Region, local_of
 from ...state.live_state import LiveState, Rounds
 from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.progress import hyper_parameters

@@ -25,12 +25,12 @@ from holdfast.store.format.manifest import (
     FileRef,
     Manifest,
     Timeline,
+    is_reference,
     timeline_of_name,
     timeline_path,
 )
 from holdfast.store.format.payload_files import read_atom
 from holdfast.store.format.payload_layout import Layout
-from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.segments import timelines_of_segments
 from holdfast.store.object_store import place_of, remote_disk
 from holdfast.store.verifying import Report

@@ -29,8 +29,7 @@ from ...state.layout.regions import FLAT, AnyRegion, FlatRange, Region, regions_
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.tensor_entries import CARRIED, RESIDUAL, SUBSPACE, TensorEntry, fragment
 from ...store.commit.generations import Generations
-from ...store.drive_links import HOME
-from ...store.format.manifest import FileRef, Manifest
+from ...store.format.manifest import HOME, FileRef, Manifest
 from ...store.format.payload_files import index_of_stream, read_file
 from ...store.format.payload_layout import METADATA, Layout
 from ...store.run_store import LocalStore

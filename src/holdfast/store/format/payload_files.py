@@ -29,10 +29,8 @@ from holdfast.state.tensor_entries import DTYPE_BYTES
 from holdfast.store.commit.generations import corrupt
 from holdfast.store.disk import AnyDisk, OpenFile, reference_at
 from holdfast.store.drive_links import lost_drive
-from holdfast.store.format.checksummed_json import reading
-from holdfast.store.format.manifest import FileRef, Manifest, RankShare
+from holdfast.store.format.manifest import FileRef, Manifest, RankShare, is_reference, reading
 from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout, TensorInFile, block_spans
-from holdfast.store.format.reference_files import is_reference
 
 INSPECT = (
     "`holdfast ls RUN` lists the steps, `holdfast verify RUN@STEP` checks one; running again resumes from the newest "

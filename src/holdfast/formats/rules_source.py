@@ -32,8 +32,7 @@ from .load import read_bytes
 from .readers.safetensors_files import parts_of
 from .source import DerivedSource, ReadFiles, Source, SourceTensor, StoredArray, places_of
 from .torch_archive.archives import Archive, Plain, check_inside
-from .torch_archive.distributed_tensors import is_distributed
-from .torch_archive.pickles import PickledObject, Tensor
+from .torch_archive.pickles import PickledObject, Tensor, is_distributed
 
 RULES, CONFIG = "rules.toml", "config.json"
 SAFETENSORS = ".safetensors"

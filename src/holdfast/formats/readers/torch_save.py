@@ -21,8 +21,8 @@ from ..entry_keys import ShapeAndType, TensorRoles, name_all, state_of
 from ..source import ReadFiles, SourceTensor
 from ..state_dict_progress import SMALL_BYTES, add_or_tell, check_progress, progress_of, state_dict_of
 from ..torch_archive.archives import Archive, Plain, check_inside, piece_of
-from ..torch_archive.distributed_tensors import LocalTensor, Meshes, is_distributed, local_tensor
-from ..torch_archive.pickles import Tensor
+from ..torch_archive.distributed_tensors import LocalTensor, Meshes, local_tensor
+from ..torch_archive.pickles import Tensor, is_distributed
 from .safetensors_files import files_of, unread_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

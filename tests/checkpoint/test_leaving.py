@@ -17,7 +17,7 @@ from holdfast.checkpoint.capture import staging_buffers
 from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.compression.lossy import TopK
 from holdfast.checkpoint.log import log_records, recorder
-from holdfast.checkpoint.replica import record_sender, replica_client
+from holdfast.checkpoint.replica import channel, replica_client
 from holdfast.checkpointer import Checkpointer
 from holdfast.store.commit.retention import Keep
 
@@ -44,7 +44,7 @@ class Device:
         monkeypatch.setattr(staging_buffers, "copied", copied)
         for module in (staging_buffers, log_records, recording, replica_client, replicating):
             monkeypatch.setattr(module, "devices_of", lambda tensors: [HERE])
-        for module in (recorder, record_sender):
+        for module in (recorder, channel):
             monkeypatch.setattr(module, "use_device", lambda device: None)
         monkeypatch.setattr(staging_buffers, "marks", lambda devices: [Mark(self, "copies")])
         monkeypatch.setattr(staging_buffers, "DeviceCopies", lambda devices: self)

@@ -10,7 +10,7 @@ Copies from a device go into pinned memory. The writing thread waits for their e
 1. The training stream copies gradients on the device, so that an optimizer may overwrite them. That takes a hundredth
    of the time of the bus.
 2. A second stream brings the copy to the host, while the device trains on.
-3. The writing thread (``recorder``, ``record_sender``) waits for the event behind that copy. It selects the device
+3. The writing thread (``recorder``, ``RecordSender``) waits for the event behind that copy. It selects the device
    first, because a new thread has device 0 and would make a context there.
 
 Where the device has no room for step 1, gradients are copied on the training stream, which stops for that time.

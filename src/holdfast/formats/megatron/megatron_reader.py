@@ -23,8 +23,7 @@ from ...state.encoding import encode
 from ...state.layout.fragments import Fragment, Fragments, dense, flat, joined
 from ...state.layout.regions import Region
 from ...state.tensor_entries import TensorEntry
-from ..dcp.dcp_metadata import METADATA, Chunk, Claims, DcpEntry, Shards
-from ..dcp.dcp_reader import DcpFolder, Entries, Values
+from ..dcp.dcp_reader import METADATA, Chunk, Claims, DcpEntry, DcpFolder, Entries, Shards, Values
 from ..entry_keys import EXTRA, ShapeAndType, slot_of
 from ..source import Source, SourceTensor
 from ..torch_archive.archives import Archive

@@ -29,7 +29,7 @@ from ...state.layout.fragments import Fragment, Fragments, dense
 from ...state.layout.regions import Region
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
 from ...store.format.payload_layout import TensorInFile, without_pads
-from ..dcp.dcp_metadata import ints
+from ..dcp.dcp_reader import ints
 from ..entry_keys import ShapeAndType, name_all
 from ..source import Checksums, ReadFiles, SourceTensor, StoredArray
 from ..state_dict_progress import parsed_object, parsed_progress

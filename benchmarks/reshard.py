@@ -41,7 +41,7 @@ from zero import compare
 import holdfast
 from holdfast.formats.load import ReadTarget, plan, read_all
 from holdfast.formats.readers.huggingface import write_huggingface
-from holdfast.formats.readers.run_directory import CommitSource
+from holdfast.formats.run_directory import CommitSource
 from holdfast.formats.source import Source, SourceTensor, StoredArray
 from holdfast.opening import source_of
 from holdfast.state.layout.fragments import Fragments, flat

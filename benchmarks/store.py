@@ -24,7 +24,7 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.quantities import MiB
 from holdfast.store.commit.generations import Generations
-from holdfast.store.format.file_names import Layout, block_spans
+from holdfast.store.format.payload_layout import Layout, block_spans
 from holdfast.store.run_store import LocalStore
 
 HOW = {"kind": "state", "phase": "benchmark", "priority": 0}

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.readers import open_source
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
-from holdfast.formats.readers.training_file import write_torch
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import write_run
+from holdfast.formats.torch_writer import write_torch
 
 WRITERS: dict[str, tuple[Callable[..., Any], str]] = {
     "deepspeed": (lambda source, folder: write_deepspeed(source, folder, 1), ""),

@@ -26,7 +26,7 @@ from holdfast.offload.runtime import Runtime
 from holdfast.optim import MeZO
 from holdfast.optim.mezo import PENDING, pending_of
 from holdfast.store.format.manifest import Manifest
-from holdfast.store.format.payload_ranges import VerifiedFiles
+from holdfast.store.format.payload_files import VerifiedFiles
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 from support.grouped import grouped

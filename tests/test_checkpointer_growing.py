@@ -15,7 +15,7 @@ from holdfast.checkpoint.recovery.lineage import Lineage
 from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NoCommit
-from holdfast.state.text_delta import ADDED, lengthen, shorten
+from holdfast.state.encoding import ADDED, lengthen, shorten
 from holdfast.store.commit.pruning import prune
 from holdfast.store.commit.retention import Keep
 from holdfast.store.log.chain import read_journal

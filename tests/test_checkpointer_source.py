@@ -16,8 +16,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, NoCommit, RunMismatch
 from holdfast.events import read_events
 from holdfast.formats.readers.huggingface import write_huggingface
-from holdfast.formats.readers.run_directory import CommitSource
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import CommitSource, write_run
 from holdfast.opening import source_of
 from holdfast.optim import AdamWBF16
 from holdfast.sources import From

@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.io.buffers import BufferPool
 from holdfast.io.queue import IOQueue
-from holdfast.store.format.file_names import Layout
+from holdfast.store.format.payload_layout import Layout
 from holdfast.store.run_store import LocalStore
 
 TENSORS = {

@@ -7,7 +7,7 @@ durable. ``resume()`` loads the newest snapshot and replays the log records afte
 
 This module only joins other modules. ``training_state`` holds the training state and ``optimizer_hooks``
 hooks the optimizers. ``durability`` keeps the steps, by log records (``recording``) or by a replica
-(``replicating``). ``checkpointer_rollback`` goes back to a step without a restart. Sizes are bytes.
+(``replicating``). ``rollback`` goes back to a step without a restart. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .checkpoint.capture.state_digests import all_digests
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace, SigTerm
-from .checkpoint.log.helper_cpus import HelperCpus, chosen_cpus
 from .checkpoint.loss_guard import GuardOptions, LossGuard
-from .checkpoint.metrics import checked, is_among_best
 from .checkpoint.nodes.local_disks import LocalDisks
 from .checkpoint.nodes.node_run import NodePeers
 from .checkpoint.options import (
     Exactness,
+    HelperCpus,
     Options,
+    chosen_cpus,
     refuse_bad_resume,
     refuse_clipping,
     refuse_no_room_for_best,
@@ -49,13 +49,14 @@ from .checkpoint.options import (
     refuse_with_nodes,
 )
 from .checkpoint.recording import LogBackend
-from .checkpoint.recovery.checkpointer_rollback import Rollback
 from .checkpoint.recovery.recovery_progress import RecoveryProgress
+from .checkpoint.recovery.rollback import Rollback
 from .checkpoint.recovery.run_recovery import RecoveryResult
 from .checkpoint.replica import shared_memory
 from .checkpoint.replicating import ReplicaBackend
 from .checkpoint.snapshot.run_drives import RunDrives, places_of_drives, queue_for, refuse_bad_drives
-from .checkpoint.training_state import TrainingState, is_no_place
+from .checkpoint.training_state import TrainingState
+from .checkpoint.user_state import is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, StepLog, describe_lost_steps, tell
@@ -64,13 +65,12 @@ from .regular_files import home_path
 from .saved_weights import SavedWeights
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
-from .store.commit.retention import Keep
+from .store.commit.retention import Keep, checked_metrics, is_among_best
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
-from .supervised.attempt import in_drill, shared_directory
+from .supervised.attempt import Witness, in_drill, shared_directory
 from .supervised.standing_by import refuse_replica, say_closed, say_opened, wait_for_run
-from .supervised.witness import Witness
 
 
 class Checkpointer:
@@ -435,7 +435,7 @@ class Checkpointer:
         """
         self._refuse_unusable()
         self._refuse_other_thread()
-        measured = None if metrics is None else checked(metrics, self._options.keep)
+        measured = None if metrics is None else checked_metrics(metrics, self._options.keep)
         before = self.steps_done
         with self._ending_on_error():  # after an error this step may have no record, so none may follow
             self._stepping = True

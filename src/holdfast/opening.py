@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NoCommit
-from .formats.fragment_reads import looking_at
 from .formats.readers import is_of_others, open_source
-from .formats.readers.run_directory import CommitSource
-from .formats.source import Source
+from .formats.run_directory import CommitSource
+from .formats.source import Source, looking_at
 from .regular_files import home_path
 from .store.commit.retention import copies_in, copy_path, is_on_line
 from .store.log.chain import last_step

@@ -8,24 +8,18 @@ from any pretrained weights. Called by ``Checkpointer`` on one process. Sizes ar
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from .checkpoint.snapshot.snapshot_chunks import frozen_in, owned_by
+from .formats.memory_source import InMemory
 from .formats.readers.huggingface import write_single
-from .formats.source import Source, SourceTensor, StoredArray
 from .quantities import format_bytes
 from .state.capture import aliases_of
-from .state.layout.fragments import Fragments, dense
-from .state.layout.regions import Region
 from .state.live_state import LiveState
-from .state.plain_tensors import flat_bytes
 from .state.tensor_entries import TensorEntry
 from .store.commit.retention import copies_in, copy_path, is_on_line, remove_unfinished
 from .store.format.manifest import CommitRef
@@ -69,7 +63,7 @@ class SavedWeights:
             return
         ref = CommitRef(store.opened.id, step)
         path = Path(store.root) / copy_path(ref)
-        source = LiveWeights(str(path), atoms, {STEP: step})
+        source = InMemory(str(path), "holdfast", atoms, {STEP: step})
         source.aliases = aliases_of(state.parameters)
         write_single(source, path, dtype=None)
         for other in copies_in(store.disk):
@@ -90,30 +84,3 @@ def weights_in(state: LiveState) -> list[tuple[TensorEntry, torch.Tensor]]:
         for atom, tensor in held.values()
         if owner not in frozen and atom.slot in ("param", "buffer") and ":" not in atom.name
     ]
-
-
-class LiveWeights(Source):
-    """A source of tensors that training holds, which are copied to the host as they are read, piece by piece."""
-
-    def __init__(
-        self, path: str, atoms: list[tuple[TensorEntry, torch.Tensor]], progress: dict[str, Any]
-    ) -> None:
-        super().__init__(path, "holdfast", progress=progress)
-        self._tensors = [tensor for _, tensor in atoms]
-        self._flat: tuple[int, torch.Tensor] = (-1, torch.empty(0, device="cpu"))
-        self._using = threading.Lock()
-        for atom, _ in atoms:
-            part = self.add_part(StoredArray(path, 0, atom.nbytes, atom.dtype))
-            self.add(
-                SourceTensor(atom, Fragments.of([dense(Region.whole(atom.shape), part)], len(atom.shape)))
-            )
-
-    def read(self, part: int, offset: int, into: memoryview) -> None:
-        with self._using:  # a tensor that is not in C order is copied once
-            if self._flat[0] != part:
-                self._flat = part, flat_bytes(self._tensors[part])
-            flat = self._flat[1]
-        np.frombuffer(into, dtype=np.uint8)[:] = flat[offset : offset + len(into)].cpu().numpy()
-
-    def check(self, part: int) -> None:
-        """Do nothing: there is no checksum to compare with."""

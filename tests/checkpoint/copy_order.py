@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import played_device
 from holdfast.checkpoint.capture.staging_buffers import StagingPool
-from holdfast.checkpoint.log.record_builder import RecordBuilder
+from holdfast.checkpoint.log.log_records import RecordBuilder
 from holdfast.checkpoint.log.recorder import Recorder
 from holdfast.checkpoint.snapshot.snapshot_writer import PinnedChunks
 from holdfast.io.buffers import Buffer

@@ -11,7 +11,7 @@ from torch import nn
 
 from holdfast.checkpoint import rank_consistency
 from holdfast.checkpoint.rank_consistency import RankConsistency
-from holdfast.state.layout.ownership import copies, owners
+from holdfast.state.layout.regions import copies, owners
 from holdfast.state.live_state import LiveState
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from checkpoint.loops import cut_small, make, manifests, same
 from holdfast.checkpoint import arithmetic
-from holdfast.checkpoint.recovery import replay
+from holdfast.checkpoint.log import log_records
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NoCommit, OtherArithmetic
 from holdfast.opening import source_of
@@ -126,14 +126,14 @@ def test_approximation_is_only_between_processors(tmp_path, monkeypatch):
     loop, checkpointer = started(tmp_path)
     checkpointer.resume()
     killed(loop, checkpointer, STEPS)
-    step = replay._unhooked_step
+    step = log_records._unhooked_step
 
     def differently(optimizer, *args, **kwargs):
         step(optimizer, *args, **kwargs)
         for group in optimizer.param_groups:
             torch._foreach_mul_(group["params"], 1.001)
 
-    monkeypatch.setattr(replay, "_unhooked_step", differently)
+    monkeypatch.setattr(log_records, "_unhooked_step", differently)
     loop, checkpointer = started(tmp_path)
     with pytest.warns(UserWarning, match="replaying step 1 did not give what training had"):
         assert checkpointer.resume(exactness="approximate") == 0

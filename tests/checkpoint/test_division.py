@@ -7,8 +7,7 @@ from torch import nn
 
 from holdfast.checkpoint.snapshot.snapshot_chunks import divided, owned_by
 from holdfast.state.capture import Captured, CapturedParameter
-from holdfast.state.layout.flat_ranges import FlatRange
-from holdfast.state.layout.regions import Region
+from holdfast.state.layout.regions import FlatRange, Region
 from holdfast.state.live_state import LiveState
 
 WHOLE = torch.arange(12.0).reshape(3, 4)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.log import helper_cpus
-from holdfast.checkpoint.log.helper_cpus import chosen_cpus
+from holdfast.checkpoint import options
+from holdfast.checkpoint.options import chosen_cpus
 from holdfast.distributed import Ranks
 from holdfast.errors import BadInput
 from holdfast.io.threads import allowed_cpus
@@ -95,8 +95,8 @@ class Four(Ranks):
 
 
 def test_cores_of_other_ranks_of_the_host_are_not_spare(monkeypatch):
-    monkeypatch.setattr(helper_cpus, "used_cpus", lambda: {0, 1})
-    monkeypatch.setattr(helper_cpus, "allowed_cpus", lambda: set(range(8)))
+    monkeypatch.setattr(options, "used_cpus", lambda: {0, 1})
+    monkeypatch.setattr(options, "allowed_cpus", lambda: set(range(8)))
     ranks = Four([("", [2, 3]), ("elsewhere", [4, 5]), ("elsewhere", [6, 7])])
     assert chosen_cpus("auto", ranks, False) == (4, 5, 6, 7)
     assert chosen_cpus(None, ranks, False) == ()

@@ -13,11 +13,11 @@ import torch
 
 from checkpoint.loops import make, same
 from holdfast.checkpoint import recording, replicating
-from holdfast.checkpoint.capture import async_copy, staging_buffers
+from holdfast.checkpoint.capture import staging_buffers
 from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.compression.lossy import TopK
-from holdfast.checkpoint.log import record_builder, recorder
-from holdfast.checkpoint.replica import record_sender, replica_client
+from holdfast.checkpoint.log import log_records, recorder
+from holdfast.checkpoint.replica import channel, replica_client
 from holdfast.checkpointer import Checkpointer
 from holdfast.store.commit.retention import Keep
 
@@ -32,21 +32,21 @@ class Device:
     slots are on another stream than the others, as where a script steps its optimizer on one."""
 
     def __init__(self, monkeypatch):
-        self.under_way, self.waiters, self.pinned = {async_copy: [], staging_buffers: []}, set(), []
+        self.under_way, self.waiters, self.pinned = {"copies": [], "slots": []}, set(), []
         self.reached = lambda: None
         """Called when somebody waits for a mark."""
 
         def copied(tensor):
             made = torch.empty_like(tensor)
-            self.begin(async_copy, made, tensor.detach())
+            self.begin("copies", made, tensor.detach())
             return made
 
-        monkeypatch.setattr(async_copy, "copied", copied)
-        for module in (async_copy, record_builder, recording, replica_client, replicating):
+        monkeypatch.setattr(staging_buffers, "copied", copied)
+        for module in (staging_buffers, log_records, recording, replica_client, replicating):
             monkeypatch.setattr(module, "devices_of", lambda tensors: [HERE])
-        for module in (recorder, record_sender):
+        for module in (recorder, channel):
             monkeypatch.setattr(module, "use_device", lambda device: None)
-        monkeypatch.setattr(async_copy, "marks", lambda devices: [Mark(self, async_copy)])
+        monkeypatch.setattr(staging_buffers, "marks", lambda devices: [Mark(self, "copies")])
         monkeypatch.setattr(staging_buffers, "DeviceCopies", lambda devices: self)
         monkeypatch.setattr(staging_buffers, "pinned", self.pin)
 
@@ -58,8 +58,8 @@ class Device:
 
     def send(self, targets, sources, lasting):
         for target, source in zip(targets, sources, strict=True):
-            self.begin(staging_buffers, target, source)
-        return [Mark(self, staging_buffers)]
+            self.begin("slots", target, source)
+        return [Mark(self, "slots")]
 
     def begin(self, stream, target, source):
         now = source.clone()

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from checkpoint.loops import cut_small, same
-from holdfast.checkpoint.recovery import kept_copy
 from holdfast.checkpoint.recovery.lineage import Lineage
 from holdfast.checkpoint.replica import retained_state, shared_memory
 from holdfast.checkpoint.snapshot import memory_copies, snapshot_scheduler
@@ -171,8 +170,8 @@ def test_torn_record_beside_a_copy_is_not_durable(root):
         with open(root / last.path, "r+b") as file:
             file.seek(last.offset + last.header_bytes)
             file.write(bytes(last.payload_bytes))
-        assert (retained_state.newest(store, 5), kept_copy.disk_step(store, 5)) == (5, 4)
-        assert kept_copy.disk_step(store, 3) == 3
+        assert (retained_state.newest(store, 5), memory_copies.disk_step(store, 5)) == (5, 4)
+        assert memory_copies.disk_step(store, 3) == 3
 
 
 def test_copy_of_a_run_on_another_disk_is_said_to_be_lost_there(memory, root, tmp_path):
@@ -465,14 +464,14 @@ def test_resumes_on_other_machines_are_failures_that_memory_does_not_survive():
     def seconds(*writers):
         timelines = {number: SimpleNamespace(id=number, writer=each) for number, each in enumerate(writers)}
         store = SimpleNamespace(timelines=lambda: (timelines, []), restarts=lambda: (0.0, len(writers) - 1))
-        return kept_copy.machine_seconds(store, None)
+        return memory_copies.machine_seconds(store, None)
 
-    here, anew, there = ({"host": host, kept_copy.BOOT: boot} for host, boot in ("aa", "ab", "ba"))
+    here, anew, there = ({"host": host, memory_copies.BOOT: boot} for host, boot in ("aa", "ab", "ba"))
     assert seconds(here, here, here) == MEAN_SECONDS_BETWEEN_FAILURES
     assert seconds(here, anew, anew) == MEAN_SECONDS_BETWEEN_FAILURES / 2
     assert seconds(here, there, here) == MEAN_SECONDS_BETWEEN_FAILURES / 3
     assert seconds({"host": "a"}, here) == MEAN_SECONDS_BETWEEN_FAILURES  # a record of an earlier version
-    assert kept_copy.this_machine().keys() <= {kept_copy.BOOT} and shared_memory.MEMORY
+    assert memory_copies.this_machine().keys() <= {memory_copies.BOOT} and shared_memory.MEMORY
 
 
 def test_ls_names_the_step_that_only_memory_has(memory, root, monkeypatch, capsys):

@@ -13,8 +13,8 @@ import torch
 import holdfast
 from checkpoint.loops import cut_small, make, manifests, same
 from checkpoint.test_replay import STEPS, recovered, trained
+from holdfast.checkpoint.arithmetic import product_precision, set_product_precision
 from holdfast.checkpoint.compression.lossy import TopK
-from holdfast.checkpoint.numerics import product_precision, set_product_precision
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.recovery.model_description import adopt, describe
 from holdfast.checkpoint.replica import replica_process, shared_memory

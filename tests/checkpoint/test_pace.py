@@ -548,11 +548,12 @@ def test_a_segment_that_is_begun_while_room_is_counted_is_not_counted_as_free_al
 
     class Rolling:
         pending_bytes = pending = header_bytes = 0
+        left_bytes = Recorder.left_bytes
 
         @property
-        def segment_free_bytes(self):
+        def _journal(self):
             store.used_bytes += 100
-            return 100
+            return SimpleNamespace(free_bytes=100)
 
     store = SimpleNamespace(used_bytes=900, cap_bytes=1000)
     pace = SimpleNamespace(_store=store, _recorder=Rolling(), _margin=lambda nbytes: 0)

@@ -229,7 +229,7 @@ def become_sparse(model, x, i):
     ids=["shape", "kind", "bytes"],
 )
 def test_buffer_that_cannot_be_carried_is_told(tmp_path, monkeypatch, change, most_bytes, why):
-    monkeypatch.setattr("holdfast.checkpoint.capture.transient_buffers.MOST_BYTES", most_bytes)
+    monkeypatch.setattr("holdfast.checkpoint.capture.mutation_check.MOST_TRANSIENT_BYTES", most_bytes)
     with pytest.warns(UserWarning, match="buffer mean") as told:
         train_changing(tmp_path, change, 6)
     assert f"not in the run, since {why}" in str(told[-1].message)

@@ -13,7 +13,7 @@ from checkpoint.loops import FEATURES, cut_small, make, same
 from combined import one_in
 from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.compression.lossy import Int8, TopK
-from holdfast.checkpoint.recovery.replay import FlatViews, fingerprint
+from holdfast.checkpoint.log.log_records import FlatViews, fingerprint
 from holdfast.checkpoint.recovery.run_recovery import recover
 from holdfast.checkpoint.user_state import ScriptState
 from holdfast.checkpointer import Checkpointer

@@ -22,7 +22,7 @@ from holdfast.distributed import stream_of
 from holdfast.errors import Damaged
 from holdfast.state.plain_tensors import TO_NAME
 from holdfast.store.commit.retention import Keep
-from holdfast.store.format.file_names import METADATA, Layout
+from holdfast.store.format.payload_layout import METADATA, Layout
 from holdfast.store.log.chain import read_journal
 from holdfast.store.run_store import LocalStore
 from training import same_bits

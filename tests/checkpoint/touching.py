@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from holdfast.state.layout.ownership import local_of
+from holdfast.state.layout.regions import local_of
 
 WORDS, WIDTH, EXPERTS = 5001, 128, 8
 

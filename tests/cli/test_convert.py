@@ -18,12 +18,12 @@ import holdfast as library
 from holdfast.errors import BadInput, Damaged, RunLocked
 from holdfast.formats.dcp import dcp_writer
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
-from holdfast.formats.readers.training_file import write_torch
 from holdfast.formats.restore import read_tensors
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import write_run
+from holdfast.formats.torch_writer import write_torch
 from holdfast.opening import source_of
 from holdfast.state.layout.regions import Region
 from holdfast.store.disk import Disk, alone_in

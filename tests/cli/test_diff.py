@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.diff import CHUNK, compare_bytes
 from holdfast.io.queue import IOQueue
-from holdfast.store.format.file_names import Layout
+from holdfast.store.format.payload_layout import Layout
 from holdfast.store.run_store import LocalStore
 from tiny_run import index_of
 

@@ -17,7 +17,7 @@ from combined import CAMPAIGN
 from crash_run import STEPS
 from holdfast.errors import ChunkCorrupt, FileMissing, ManifestCorrupt
 from holdfast.store.format.manifest import timeline_path
-from holdfast.store.format.payload_ranges import VerifiedFiles
+from holdfast.store.format.payload_files import VerifiedFiles
 from holdfast.store.run_store import LocalStore
 from tiny_run import flip
 

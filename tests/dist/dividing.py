@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from dist.training import Mlp, whole_state
 from holdfast import sources
 from holdfast.checkpointer import Checkpointer
-from holdfast.formats import fragment_reads
+from holdfast.formats import source
 
 
 def main(
@@ -32,14 +32,14 @@ def main(
     boot.write_text(str(machines[rank]))
     sources.BOOT = boot
     looked: list[str] = []
-    real = fragment_reads.ReadFiles.check
+    real = source.ReadFiles.check
 
-    def check(self: fragment_reads.ReadFiles, part: int) -> None:
+    def check(self: source.ReadFiles, part: int) -> None:
         if self.parts[part].has_checksum and part not in self.checked:
             looked.append(f"{Path(self.parts[part].path).name} {self.parts[part].offset}")
         real(self, part)
 
-    fragment_reads.ReadFiles.check = check
+    source.ReadFiles.check = check
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = Mlp(12)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
-from holdfast.formats.readers.run_directory import CommitSource
+from holdfast.formats.run_directory import CommitSource
 from holdfast.measure import drive_rates
 from holdfast.offload import api, step_choices
 from holdfast.offload.setup import preflight

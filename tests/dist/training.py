@@ -43,7 +43,7 @@ from holdfast.data.loader import loader as loader_of
 from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
 from holdfast.optim import AdamW8bit, Apollo, Joined
-from holdfast.state.layout.ownership import local_of
+from holdfast.state.layout.regions import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
 from support.switching import switch_often

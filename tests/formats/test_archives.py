@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from holdfast.errors import ChunkCorrupt, Damaged
-from holdfast.formats.fragment_reads import ReadFiles
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers import open_source
 from holdfast.formats.readers.safetensors_files import header_of
-from holdfast.formats.source import SourceTensor
+from holdfast.formats.source import ReadFiles, SourceTensor
 from holdfast.formats.torch_archive import pickles
 from holdfast.formats.torch_archive.archives import Archive, Plain, piece_of
 from holdfast.formats.torch_archive.pickles import PickledObject

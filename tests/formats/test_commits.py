@@ -12,11 +12,11 @@ from torch import nn
 from checkpoint.loops import cut_small
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, FileMissing
-from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.load import ReadTarget, read_all
-from holdfast.formats.readers.run_directory import CommitSource
+from holdfast.formats.run_directory import CommitSource
 from holdfast.state.layout.regions import Region
-from holdfast.store.format.file_names import CHECKSUM_BLOCK
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK
 from holdfast.store.reader import RunReader
 from test_checkpointer import go_on, start
 

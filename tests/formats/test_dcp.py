@@ -35,7 +35,7 @@ from holdfast.formats.dcp.dcp_writer import boxes_of, write_dcp
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.readers.huggingface import write_single
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import write_run
 from holdfast.formats.torch_archive import pickles
 from holdfast.integrations.dcp import StorageWriter
 from holdfast.opening import source_of

@@ -19,7 +19,7 @@ from combined import one_in
 from formats.deepspeed_files import load, random_state, save, write
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
-from holdfast.formats.deepspeed import is_deepspeed
+from holdfast.formats.deepspeed.deepspeed_contents import is_deepspeed
 from holdfast.formats.load import read_flat
 from holdfast.formats.readers import open_source
 from holdfast.state.encoding import decode
@@ -159,7 +159,7 @@ def test_folders_are_known_by_their_files(tmp_path):
 
 
 def open_source_at(path):
-    from holdfast.formats.deepspeed import open_deepspeed
+    from holdfast.formats.deepspeed.deepspeed_checkpoints import open_deepspeed
 
     return open_deepspeed(path)
 

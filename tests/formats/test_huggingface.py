@@ -24,13 +24,13 @@ from holdfast.cli.inspect import is_foreign
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed
 from holdfast.formats import restore
-from holdfast.formats.fragment_reads import ReadFiles
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
 from holdfast.formats.readers.safetensors_files import INDEX, SafetensorsFiles, digest_of, header_of
 from holdfast.formats.restore import read_tensors
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import write_run
+from holdfast.formats.source import ReadFiles
 from holdfast.opening import source_of
 from holdfast.state.layout.regions import Region
 from holdfast.state.plain_tensors import FROM_NAME

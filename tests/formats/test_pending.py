@@ -7,7 +7,7 @@ import torch
 
 from holdfast.errors import Damaged
 from holdfast.formats.memory_source import InMemory
-from holdfast.formats.readers.pending_updates import PendingUpdates
+from holdfast.formats.pending_updates import PendingUpdates
 from holdfast.state.tensor_entries import TensorEntry
 
 SLOTS = {"param": torch.zeros(3), "step": torch.tensor(0.0), "seed": torch.tensor(1)}

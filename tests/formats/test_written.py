@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from holdfast.formats.dcp import dcp_writer
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import write_run
 from holdfast.formats.source import Source, SourceTensor, StoredArray
 from holdfast.opening import source_of
 from holdfast.state.layout.fragments import Fragments, flat

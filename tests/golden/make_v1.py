@@ -14,7 +14,7 @@ from unittest import mock
 from holdfast.io.buffers import Buffer
 from holdfast.store import run_store
 from holdfast.store.commit import commit_writer
-from holdfast.store.format.file_names import Layout
+from holdfast.store.format.payload_layout import Layout
 from holdfast.store.run_store import LocalStore
 from tiny_run import index_of
 

@@ -10,7 +10,7 @@ import safetensors
 import xxhash
 
 from golden import make_v1
-from holdfast.store.format.file_names import Layout
+from holdfast.store.format.payload_layout import Layout
 from holdfast.store.run_store import LocalStore
 
 V1 = Path(__file__).parent / "v1"

@@ -30,7 +30,7 @@ from holdfast.cli.main import app
 from holdfast.errors import BadInput, NoCommit, RunLocked
 from holdfast.formats.dcp.dcp_reader import DcpFolder
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.readers.run_directory import CommitSource
+from holdfast.formats.run_directory import CommitSource
 from holdfast.integrations.dcp import PlanOfCommit, StorageReader, StorageWriter
 from holdfast.state.layout.regions import Region
 from holdfast.store.commit.pruning import prune

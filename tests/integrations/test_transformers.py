@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, attach  # noqa: E402
-from holdfast.state import text_delta  # noqa: E402
+from holdfast.state import encoding  # noqa: E402
 from holdfast.store.commit.retention import Keep  # noqa: E402
 from holdfast.store.log.chain import read_journal  # noqa: E402
 from holdfast.store.run_store import LocalStore  # noqa: E402
@@ -129,7 +129,7 @@ def test_interrupted_before_any_step_it_ends_the_same(tmp_path, kind, step):
 
 @pytest.mark.slow
 def test_a_record_has_of_the_history_what_was_logged_since_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_delta, "LONG", 1)
+    monkeypatch.setattr(encoding, "LONG_TEXT", 1)
     for step in (9, 13):
         interrupted(tmp_path, "logged", Interrupt(step), base_every=4, keep=Keep(last=99))
     trainer = resumed(tmp_path, "logged", base_every=4, keep=Keep(last=99))
@@ -140,7 +140,7 @@ def test_a_record_has_of_the_history_what_was_logged_since_the_one_before(tmp_pa
         step: record.about["progress"]["things"]["loader"]["log_history"] for step, record in records.items()
     }
     assert sorted(told) == list(range(1, 17))
-    ends = [text[text_delta.ADDED] for text in told.values() if isinstance(text, dict)]
+    ends = [text[encoding.ADDED] for text in told.values() if isinstance(text, dict)]
     assert len(ends) >= 9 and all(end.count("\n") <= 2 for end in ends)  # one of a step, and one of an epoch
 
 

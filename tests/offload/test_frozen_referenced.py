@@ -13,7 +13,7 @@ import holdfast
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, RunMismatch
 from holdfast.models.pretrained import Weights
 from holdfast.store.disk import reference_at
-from holdfast.store.format.checksummed_json import unseal
+from holdfast.store.format.manifest import unseal
 from holdfast.store.run_store import LocalStore
 from training import differing, read_atoms
 

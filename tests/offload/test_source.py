@@ -10,8 +10,7 @@ from holdfast.distributed import Ranks
 from holdfast.errors import ChunkCorrupt, RunMismatch
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
-from holdfast.formats.readers.run_directory import CommitSource
-from holdfast.formats.run_writer import write_run
+from holdfast.formats.run_directory import CommitSource, write_run
 from holdfast.opening import source_of
 from holdfast.state.capture import capture
 from holdfast.state.tensor_entries import TensorEntry

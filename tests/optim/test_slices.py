@@ -13,8 +13,8 @@ from holdfast.errors import BadInput, OptimizerNotSupported
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
 from holdfast.optim import host_optimizer as host
 from holdfast.optim.declared_state import Form, Slots
+from holdfast.optim.host_optimizer import SplitMaster
 from holdfast.optim.kinds import ELEMENTWISE, REFUSED, WHOLE, kind_of
-from holdfast.optim.master_parts import SplitMaster
 from holdfast.optim.torch_threads import update_threads
 from holdfast.state.split_masters import carry_bytes
 from holdfast.state.tensor_entries import STEP

@@ -14,8 +14,7 @@ import played_device
 from checkpoint.copy_order import Order
 from checkpoint.loops import cut_small
 from holdfast import accelerators
-from holdfast.checkpoint.capture import async_copy, device_staging, staging_buffers
-from holdfast.checkpoint.capture.rng_draws import draw_again, drawn_since, generators
+from holdfast.checkpoint.capture import device_staging, staging_buffers
 from holdfast.checkpoint.compression import comm_hook
 from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpoint.recovery import model_description
@@ -26,6 +25,7 @@ from holdfast.checkpoint.snapshot.snapshot_image import SnapshotImage
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
 from holdfast.events import read_events
+from holdfast.state.progress import draw_again, drawn_since, generator_states
 from holdfast.store.commit.retention import Keep
 from played_device import HERE, PLAYED, Module, Played, Silent, played  # noqa: F401
 from replica_run import Forked
@@ -224,7 +224,7 @@ def test_staging_ends_when_memory_runs_out(tmp_path, monkeypatch):
         tries.append(len(sources))
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(async_copy, "_joined", full)
+    monkeypatch.setattr(staging_buffers, "_joined", full)
     states = plain_loop(4)
     _, found = train(tmp_path, steps=4, base_every=100)
     assert tries == [5] and all(same(found[i], states[i]) for i in states)
@@ -244,7 +244,7 @@ def test_random_numbers_of_the_device_go_on(tmp_path):
 
 
 def test_random_numbers_an_update_draws_there_are_replayed(monkeypatch):
-    before = generators()
+    before = generator_states()
     PLAYED.state[3] = 7
     drawn = drawn_since(before)
     draw_again(drawn)
@@ -310,11 +310,11 @@ def no_record_stream(patch):
 
 
 def gradients_themselves_leave(patch):
-    patch.setattr(async_copy._Departure, "_staged", lambda departure, sources: (sources, sources))
+    patch.setattr(staging_buffers._Departure, "_staged", lambda departure, sources: (sources, sources))
 
 
 def mark_of_another_stream(patch):
-    patch.setattr(async_copy, "record_event", lambda stream: accelerators.record_event(PLAYED.default))
+    patch.setattr(staging_buffers, "record_event", lambda stream: accelerators.record_event(PLAYED.default))
 
 
 def slots_that_nobody_waits_for(patch):
@@ -322,7 +322,7 @@ def slots_that_nobody_waits_for(patch):
 
 
 def buffers_that_nobody_waits_for(patch):
-    patch.setattr(async_copy.AsyncHostCopy, "arrived", lambda this: this._copies)
+    patch.setattr(staging_buffers.AsyncHostCopy, "arrived", lambda this: this._copies)
 
 
 def bases_that_nobody_waits_for(patch):

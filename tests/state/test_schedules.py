@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, Se
 
 from holdfast import Checkpointer
 from holdfast.optim.joined import Joined
-from holdfast.state.schedules import MOST_LOOKED_AT, needs_arguments
+from holdfast.state.progress import MOST_LOOKED_AT, needs_arguments
 
 
 def rising(optimizer):

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ModelNotSupported
-from holdfast.state.layout.flat_ranges import FlatRange, copy_common, is_nothing, refuse_gaps
-from holdfast.state.layout.regions import Region
+from holdfast.state.layout.regions import FlatRange, Region, copy_common, is_nothing, refuse_gaps
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

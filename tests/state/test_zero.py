@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.errors import ModelNotSupported
 from holdfast.state.layout import zero
-from holdfast.state.layout.flat_ranges import FlatRange, refuse_gaps
+from holdfast.state.layout.regions import FlatRange, refuse_gaps
 
 SHAPES = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 

@@ -15,7 +15,8 @@ from holdfast.io.queue import IOQueue
 from holdfast.store import drive_links
 from holdfast.store.commit.retention import SMALL
 from holdfast.store.disk import Disk, alone_in
-from holdfast.store.drive_links import HOME, OWNER, Drive, data_paths, directories_for, folders, record_of
+from holdfast.store.drive_links import OWNER, Drive, data_paths, directories_for, folders, record_of
+from holdfast.store.format.manifest import HOME
 from holdfast.store.run_store import LocalStore
 from killed import Killed
 from support.simdisk import SimDisk

@@ -15,7 +15,7 @@ from holdfast.io.buffers import BufferPool
 from holdfast.io.queue import IOQueue
 from holdfast.store.commit.generations import Generations
 from holdfast.store.disk import Disk
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout
 
 LARGE = Layout.build(
     [("a/param", "F32", (3,)), ("b/param", "F32", (1_300_021,)), ("c/param", "F32", (900_001,))]

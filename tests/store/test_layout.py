@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import Damaged
 from holdfast.state.tensor_entries import DTYPE_BYTES
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, block_spans
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout, block_spans
 
 KiB = 1024
 DTYPES = sorted(DTYPE_BYTES)

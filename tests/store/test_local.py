@@ -13,7 +13,7 @@ from holdfast.errors import (
     RunLocked,
     StaleCommit,
 )
-from holdfast.store.format.file_names import Layout
+from holdfast.store.format.payload_layout import Layout
 from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content
 

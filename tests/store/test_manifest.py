@@ -9,8 +9,16 @@ import pytest
 import xxhash
 
 from holdfast.errors import ManifestCorrupt, RunMismatch
-from holdfast.store.format.checksummed_json import seal, unseal
-from holdfast.store.format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, timeline_of_name
+from holdfast.store.format.manifest import (
+    CommitRef,
+    FileRef,
+    Manifest,
+    RankShare,
+    Timeline,
+    seal,
+    timeline_of_name,
+    unseal,
+)
 
 MANIFEST = Manifest(
     step=12,

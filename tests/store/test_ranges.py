@@ -11,19 +11,19 @@ import xxhash
 from holdfast.errors import Damaged
 from holdfast.state.split_masters import SplitArrays, split
 from holdfast.store.disk import Disk
-from holdfast.store.format import payload_ranges
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout
+from holdfast.store.format import payload_files
 from holdfast.store.format.manifest import FileRef
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout
 
 
 def test_reading_keeps_nothing_for_each_block_that_was_read(tmp_path, monkeypatch):
     """Of a small block size the ends of most ranges lie in one that another reads too."""
-    monkeypatch.setattr(payload_ranges, "CHECKSUM_BLOCK", 4096)
+    monkeypatch.setattr(payload_files, "CHECKSUM_BLOCK", 4096)
     disk = Disk(tmp_path)
     data = bytes(range(256)) * 16 * 600
     (tmp_path / "file").write_bytes(data)
     checksums = tuple(xxhash.xxh3_64_hexdigest(data[a : a + 4096]) for a in range(0, len(data), 4096))
-    files, ref = payload_ranges.VerifiedFiles(disk), FileRef("file", len(data), checksums)
+    files, ref = payload_files.VerifiedFiles(disk), FileRef("file", len(data), checksums)
 
     def read(offset):
         into = bytearray(100)
@@ -37,7 +37,7 @@ def test_reading_keeps_nothing_for_each_block_that_was_read(tmp_path, monkeypatc
     before = held()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(read, [block * 4096 + 50 for block in range(600)] * 2))
-    assert held() <= before + payload_ranges.KEPT_BLOCKS
+    assert held() <= before + payload_files.KEPT_BLOCKS
 
 
 COUNT = 9 * 1009
@@ -65,11 +65,11 @@ def file_of_parts(folder, changed=(), missing=()):
     (folder / "file").write_bytes(data)
     spans = range(0, len(data), CHECKSUM_BLOCK)
     checksums = tuple(xxhash.xxh3_64_hexdigest(data[a : a + CHECKSUM_BLOCK]) for a in spans)
-    return payload_ranges.VerifiedFiles(Disk(folder)), FileRef("file", len(data), checksums), master
+    return payload_files.VerifiedFiles(Disk(folder)), FileRef("file", len(data), checksums), master
 
 
 def test_a_master_in_parts_is_a_tensor_of_fp32(tmp_path, monkeypatch):
-    monkeypatch.setattr(payload_ranges, "JOINED_AT_ONCE", 1024)
+    monkeypatch.setattr(payload_files, "JOINED_AT_ONCE", 1024)
     files, ref, master = file_of_parts(tmp_path)
     assert (files.entry(ref, "w/param").dtype, files.entry(ref, "w/param").nbytes) == ("F32", 4 * COUNT)
     assert files.tensor(ref, "w/param").tobytes() == master.tobytes()

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import CommitRetired, Damaged, NoCommit
 from holdfast.io.buffers import Buffer
 from holdfast.store import verifying
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout
 from holdfast.store.run_store import LocalStore
 from tiny_run import check_content, index_of
 

@@ -14,8 +14,7 @@ from holdfast.io.queue import DriveQueues, IOQueue
 from holdfast.store.commit.housekeeping import sweep
 from holdfast.store.disk import Disk
 from holdfast.store.drive_links import Drive
-from holdfast.store.format.checksummed_json import seal
-from holdfast.store.format.manifest import CommitRef
+from holdfast.store.format.manifest import CommitRef, seal
 from holdfast.store.log import journal, striping
 from holdfast.store.log import segments as log
 from holdfast.store.log.journal import JournalWriter, Record

@@ -269,7 +269,7 @@ class StorageShare:
         """The bytes left, less what the ends of segments may waste."""
         if self._store.cap_bytes is None:
             return sys.maxsize
-        return left_bytes(self._store, self._recorder) - 2 * self._recorder.group * self._record_bytes
+        return self._recorder.left_bytes(self._store) - 2 * self._recorder.group * self._record_bytes
 
     @property
     def _ahead(self) -> int:
@@ -309,12 +309,3 @@ class StoragePart(NamedTuple):
     holds: int
     needs: int
     cap: int
-
-
-def left_bytes(store: LocalStore, recorder: Recorder) -> int:
-    """Return the bytes that may still be written. The true number can be smaller while the recorder's thread works."""
-    assert store.cap_bytes is not None
-    # read first: what is written meanwhile must count twice rather than never
-    pending = recorder.pending_bytes + recorder.pending * recorder.header_bytes
-    free = recorder.segment_free_bytes
-    return store.cap_bytes - (store.used_bytes - free + pending)

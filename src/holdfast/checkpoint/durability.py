@@ -20,13 +20,14 @@ from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
 from .coordinator import RankCoordinator
 from .grace import Grace
-from .log.record_builder import RecordBuilder
+from .log.log_records import RecordBuilder
 from .log.recorder import FinalizedStep
 from .options import Options
 from .recovery.recovery_progress import RecoveryProgress
+from .recovery.rollback import HostCopy
 from .recovery.run_recovery import RecoveryResult
-from .snapshot.host_copy import HostCopy
-from .training_state import TrainingState, is_schedule
+from .training_state import TrainingState
+from .user_state import is_schedule
 
 
 class DurabilityBackend(ABC):

@@ -6,6 +6,7 @@ An error names the value and what is enough, so that a run never begins with opt
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -17,6 +18,7 @@ from torch import nn
 
 from ..distributed import Ranks
 from ..errors import BadInput
+from ..io.threads import allowed_cpus, used_cpus
 from ..optim.kinds import is_elementwise
 from ..quantities import format_bytes, parse_bytes
 from ..schedule.interval.snapshot_interval import Limits
@@ -32,6 +34,8 @@ from .snapshot.snapshot_scheduler import POLICIES
 
 Exactness = Literal["state", "continuation", "approximate"]
 """The promises of a resume, as ``Checkpointer.resume`` describes them."""
+HelperCpus = Sequence[int] | Literal["auto"] | None
+"""The numbers of CPUs, "auto" to have spare ones found, or None to leave threads where they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,3 +432,46 @@ def refuse_with_nodes(ranks: Ranks, nodes: Any, replica: Any, disk: Any) -> None
     if len(set(given)) > 1:
         without = ", ".join(str(rank) for rank, there in enumerate(given) if not there)
         raise BadInput(f"nodes= was not given on all ranks (not on {without}). Give it on all, or on none.")
+
+
+def chosen_cpus(given: HelperCpus, ranks: Ranks, replica: Any) -> tuple[int, ...]:
+    """Return the CPUs of this rank's helper threads; none leaves them where they are.
+
+    "auto" takes the CPUs that the system allows and that no rank of this host is confined to, as by ``taskset`` or by a
+    launcher that binds each rank to cores. Where ranks may use all CPUs, as is usual, there are none: the system then
+    places all threads.
+
+    Collective: every rank must call this. Raises ``BadInput`` for CPUs that the system does not allow.
+    """
+    with ranks.agreeing():
+        _refuse_bad_cpus(given, replica)
+    gathered = ranks.everyone((given == "auto", socket.gethostname(), sorted(used_cpus())))
+    if given is None:
+        return ()
+    if not isinstance(given, str):
+        return tuple(given)
+    used = {cpu for _, host, cpus in gathered if host == gathered[ranks.rank][1] for cpu in cpus}
+    return tuple(sorted(allowed_cpus() - used))
+
+
+def _refuse_bad_cpus(given: Any, replica: Any) -> None:
+    if given is None:
+        return
+    if replica is not False:
+        raise BadInput(
+            "helper_cpus= with replica= is not offered: the replica writes, in a process of its own. Start the script"
+            " with a mask for both (taskset), or leave out one of them."
+        )
+    if given == "auto":
+        return
+    is_list = isinstance(given, (list, tuple, set, range)) and all(type(cpu) is int for cpu in given)
+    if not is_list or not given:
+        raise BadInput(
+            f'helper_cpus = {given!r} is neither "auto" nor a list of CPU numbers; leave it out for none'
+        )
+    allowed = allowed_cpus()
+    if not allowed.issuperset(given):
+        raise BadInput(
+            f"helper_cpus = {sorted(given)}: the system allows this process the CPUs {sorted(allowed)}. Give some of"
+            ' these, or "auto".'
+        )

@@ -25,8 +25,7 @@ from torch import nn
 from ..distributed import Ranks
 from ..errors import ModelNotSupported
 from ..quantities import MiB, packed, shown
-from ..state.layout.flat_ranges import AnyRegion, refuse_gaps
-from ..state.layout.ownership import ReplicatedRegion, copies, owners
+from ..state.layout.regions import AnyRegion, ReplicatedRegion, copies, owners, refuse_gaps
 from ..state.live_state import BUFFERS, LiveState
 from .capture.state_digests import digests
 

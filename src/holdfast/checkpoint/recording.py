@@ -33,20 +33,26 @@ from .collective_snapshots import CollectiveSnapshot, StorageShare
 from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
 from .grace import Grace
-from .log.record_builder import RecordBuilder
+from .log.log_records import RecordBuilder
 from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
-from .recovery import kept_copy
 from .recovery.following import Follower
-from .recovery.kept_copy import machine_seconds, newest_copy, recover_copy, this_machine
 from .recovery.lineage import Lineage, Reached
-from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
+from .recovery.rollback import HostCopy, LivingScript, line_to, reachable_step
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
-from .snapshot.host_copy import HostCopy
-from .snapshot.memory_copies import MemoryCopies, remove_left_copy, why_unavailable
+from .snapshot import memory_copies
+from .snapshot.memory_copies import (
+    MemoryCopies,
+    machine_seconds,
+    newest_copy,
+    recover_copy,
+    remove_left_copy,
+    this_machine,
+    why_unavailable,
+)
 from .snapshot.run_drives import RunDrives
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
@@ -263,7 +269,7 @@ class LogBackend(DurabilityBackend):
             return None
         training.rates = self._recovery.rates
         # later steps of the disk are abandoned
-        self._disk_step = kept_copy.disk_step(store, kept.last) if disk_step is None else disk_step
+        self._disk_step = memory_copies.disk_step(store, kept.last) if disk_step is None else disk_step
         self._events.emit("resumed", source="memory", step=found.point.step, durable_step=self._disk_step)
         if disk_step is not None:
             end = f"step {disk_step:,} alone" if disk_step >= 0 else "no step"

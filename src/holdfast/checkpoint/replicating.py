@@ -21,11 +21,10 @@ from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
 from .durability import DurabilityBackend, ResumeRequest
 from .options import Options
-from .recovery.live_rollback import LivingScript, reachable_step
+from .recovery.rollback import HostCopy, LivingScript, reachable_step
 from .recovery.run_recovery import RecoveryResult, recover
 from .replica.multi_rank_client import Replicas
 from .replica.replica_client import Replica
-from .snapshot.host_copy import HostCopy
 from .training_state import TrainingState
 
 

@@ -21,14 +21,13 @@ from ..errors import BadInput
 from ..optim.kinds import is_elementwise
 from ..quantities import shown
 from ..state.capture import aliases_of
-from ..state.joined_buffers import buffers_within, joined_buffers
+from ..state.layout.overlaps import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away
-from ..state.schedules import UngivenSchedulers
-from .capture.mutation_check import changes_of
+from ..state.progress import UngivenSchedulers
+from .capture.mutation_check import TransientBuffers, changes_of
 from .capture.optimizer_attributes import OptimizerAttributes, StateCheck
 from .capture.optimizer_hooks import Update
-from .capture.transient_buffers import TransientBuffers
 from .compression.codecs import Codec
 from .compression.comm_hook import HookState, hooked, warn_of_hook_state
 from .compression.lossy import Sparse, TopK
@@ -41,10 +40,10 @@ from .options import (
     refuse_without_values,
 )
 from .rank_consistency import look
-from .recovery.live_rollback import drop_iteration, refuse_places
+from .recovery.rollback import drop_iteration, refuse_places
 from .recovery.run_recovery import RecoveryResult
 from .snapshot.snapshot_state import replay_info
-from .user_state import ScriptState
+from .user_state import ScriptState, is_no_place, is_schedule
 
 Averages = nn.Module | Mapping[str, nn.Module] | None
 Which = Callable[[str, Any], bool]
@@ -54,19 +53,6 @@ NO_GUARD = (
     " variables of its own, and would continue where it is. Stop training at a bad loss, and begin another run from an"
     " earlier step (holdfast convert RUN@STEP), or write the loop with holdfast.Checkpointer."
 )
-
-
-def is_schedule(name: str, thing: Any) -> bool:
-    """Return whether the script alone moves the object: true for schedulers."""
-    return name.startswith("scheduler")
-
-
-def is_no_place(name: str, thing: Any) -> bool:
-    """Return whether the object is no position in data.
-
-    A script may already have fetched the next iteration's batch when it calls ``save``, so positions are excluded.
-    """
-    return name != "loader" and not hasattr(thing, "__iter__")
 
 
 class TrainingState:

@@ -28,8 +28,8 @@ from ..state.progress import (
     refuse_other_ranks,
     restore_random_state,
 )
+from .arithmetic import computing
 from .capture.optimizer_attributes import refuse_unstorable
-from .numerics import computing
 
 LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
 """Bounds of the tensors in ``also=``, which become text in every log record.
@@ -297,3 +297,16 @@ class NoScriptState(ScriptState):
     def restore(
         self, progress: dict[str, Any], which: Callable[[str, Any], bool] = lambda name, thing: True
     ) -> None: ...
+
+
+def is_schedule(name: str, thing: Any) -> bool:
+    """Return whether the script alone moves the object: true for schedulers."""
+    return name.startswith("scheduler")
+
+
+def is_no_place(name: str, thing: Any) -> bool:
+    """Return whether the object is no position in data.
+
+    A script may already have fetched the next iteration's batch when it calls ``save``, so positions are excluded.
+    """
+    return name != "loader" and not hasattr(thing, "__iter__")

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
 from ..formats import packs
-from ..formats.deepspeed import write_deepspeed
+from ..formats.deepspeed.deepspeed_writer import write_deepspeed
 from ..formats.entry_keys import EXTRA
 from ..formats.load import refuse_unequal
 from ..formats.readers.huggingface import write_huggingface, write_named, write_single
-from ..formats.readers.training_file import SUFFIXES as TORCH_SUFFIXES
-from ..formats.readers.training_file import write_torch
 from ..formats.rules_source import UnderRules
-from ..formats.run_writer import write_run
+from ..formats.run_directory import write_run
 from ..formats.source import Source
+from ..formats.torch_writer import SUFFIXES as TORCH_SUFFIXES
+from ..formats.torch_writer import write_torch
 from ..models.keeping import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

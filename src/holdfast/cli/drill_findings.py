@@ -16,8 +16,8 @@ import xxhash
 
 from ..events import parsed
 from ..quantities import counted
+from ..supervised.attempt import BEGUN, STEP
 from ..supervised.script_values import DATA, GENERATOR, POSITION, VALUE
-from ..supervised.witness import BEGUN, STEP
 
 Line = dict[str, Any]
 SHOWN = 4

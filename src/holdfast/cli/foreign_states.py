@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn
 from ..errors import Damaged
 from ..formats import packs, rules_source
 from ..formats.load import in_threads, unequal_copies
-from ..formats.readers.run_directory import CommitSource
 from ..formats.readers.safetensors_files import BITS
+from ..formats.run_directory import CommitSource
 from ..formats.source import Source, SourceTensor
 from ..opening import source_of
 from ..quantities import counted, format_bytes

@@ -91,7 +91,7 @@ def _step_in_memory(reader: RunReader) -> int | None:
     owners = MEMORY.glob(f"holdfast-{os.getuid()}-*/run.json")
     if not any(mark in _text_if_there(owner) for owner in owners):
         return None
-    from ..checkpoint.recovery.kept_copy import newest_copy
+    from ..checkpoint.snapshot.memory_copies import newest_copy
 
     with LocalStore(reader.root) as store:
         kept = newest_copy(store, None, exact=False)

@@ -21,8 +21,8 @@ import numpy as np
 
 from ..errors import Damaged
 from ..quantities import KiB, MiB
-from ..state.layout.fragments import Fragment, Fragments, flat_boxes, joined, row_major
-from ..state.layout.regions import Region
+from ..state.layout.fragments import Fragment, Fragments, joined, row_major
+from ..state.layout.regions import Region, flat_boxes
 from .source import Source, SourceTensor
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from ..optim.kinds import IMPLEMENTATION, kept_slots
 from ..quantities import MiB, packed
 from ..state.capture import CapturedParameter
 from ..state.encoding import decode
-from ..state.layout.flat_ranges import AnyRegion, boxes_of
 from ..state.layout.overlaps import Key, OverlappingMemory, described, key_names
-from ..state.layout.regions import Region
+from ..state.layout.regions import AnyRegion, Region, boxes_of
 from ..state.live_state import LiveState
 from ..state.plain_tensors import FROM_NAME, TO_NAME, flat_bytes
 from ..state.progress import fill_groups

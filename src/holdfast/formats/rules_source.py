@@ -1,35 +1,43 @@
-"""The application of rules to runs and to sources: inferring them, checking them, and reading a source through them.
+"""The application of rules to runs, to sources and to folders: inferring them, checking them, and reading through them.
 
 No data moves: rules only say where elements are found. ``infer`` writes the rules of a run, whose sharding is exactly
 known, for a person to edit: parameters of repeated layers that are sharded alike share a rule, and the axis ``rank``
 tells apart what several ranks hold. ``check`` compares what rules build from what the ranks of a run stored with what
-the run recorded. Called by ``holdfast rules``, ``convert`` and ``sources``.
+the run recorded. ``UnderRules`` is a source under rules, ``RuledFolder`` a folder whose files do not record their
+layout, with the file of rules in it. Called by ``holdfast rules``, ``convert``, ``sources`` and ``readers``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import RuleError
-from ..state.layout.flat_ranges import FLAT
-from ..state.layout.regions import Region
+from ..errors import BadInput, RuleError
+from ..state.layout.regions import FLAT, Region
 from ..state.rules.assembly import Assembled, Ruled, assemble
 from ..state.rules.layouts import along
-from ..state.rules.rule_language import VERSION, Rules
+from ..state.rules.rule_language import VERSION, Rules, numbers_of
 from ..state.rules.rule_matching import PARAM, StoredTensor
 from ..state.tensor_entries import TensorEntry
 from ..store.format.manifest import Manifest
 from ..store.format.payload_files import regions
 from ..store.reader import RunReader
 from .load import read_bytes
-from .source import DerivedSource, Source, SourceTensor, StoredArray, places_of
+from .readers.safetensors_files import parts_of
+from .source import DerivedSource, ReadFiles, Source, SourceTensor, StoredArray, places_of
+from .torch_archive.archives import Archive, Plain, check_inside
+from .torch_archive.pickles import PickledObject, Tensor, is_distributed
 
+RULES, CONFIG = "rules.toml", "config.json"
+SAFETENSORS = ".safetensors"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
+"""Suffixes of files that may hold tensors; the rules must mention each such file."""
 OF_MODEL = ("param", "buffer")
 """Slots of tensors that may have aliases."""
 
@@ -179,6 +187,85 @@ class UnderRules(DerivedSource):
 
     def identity(self) -> list[Any]:
         return [self.progress, places_of(self._stored), self._source.identity()]
+
+
+def is_ruled(path: Path) -> bool:
+    return (path / RULES).is_file()
+
+
+class RuledFolder(ReadFiles):
+    """The folder ``path``, whose files do not record their layout, described by the ``rules.toml`` in it.
+
+    Its ``[[files]]`` tell by file name where on the mesh the writing rank was; its rules tell what the tensors are.
+    Rules may use the numbers of a ``config.json`` beside it. Names are those in the files; names of nested dictionaries
+    are joined by dots.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Apply the rules. Raises ``RuleError`` if they do not fit the files, ``Damaged`` if files are damaged."""
+        super().__init__(str(path), "rules")
+        config = path / CONFIG
+        try:
+            values = numbers_of(config.read_text()) if config.is_file() else {}
+            text = (path / RULES).read_text()
+        except ValueError as error:
+            raise BadInput(f"{path}: its {RULES} or {CONFIG} cannot be read: {error}") from None
+        rules = Rules.parse(text, str(path / RULES), values)
+        self._rest: dict[str, dict[str, Any]] = {}
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        places = [rules.place_of_file(file.relative_to(path).as_posix()) for file in files]
+        rows = [row for file, at in zip(files, places, strict=True) for row in self._rows(file, at)]
+        if self._rest:
+            self.progress["extra"] = {"files": self._rest}
+        add_to(self, assemble(rules, rows))
+
+    def _rows(self, path: Path, at: Mapping[str, tuple[int, int]]) -> Iterator[StoredTensor]:
+        if path.suffix == SAFETENSORS:
+            tensors, header = parts_of(path)
+            self.passed_over |= header.passed_over
+            for entry, part in tensors:
+                yield StoredTensor(self.add_part(part), entry.key, entry.shape, entry.dtype, at=at)
+            return
+        archive, rest = Archive(path), dict[str, Any]()
+        plain = Plain(archive)
+        for name, value in _leaves(archive.content, ""):
+            if isinstance(value, Tensor):
+                part = archive.part_in(self, value.storage)
+                check_inside(name, value, self.parts[part])
+                yield StoredTensor(
+                    part,
+                    name,
+                    value.shape,
+                    value.storage.dtype,
+                    at=at,
+                    offset=value.offset,
+                    strides=value.strides,
+                )
+            else:
+                rest[name] = plain(value, name)
+        if rest:
+            self._rest[path.relative_to(self.path).as_posix()] = rest
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and other values of a pickle, each with its path from the top."""
+    if is_distributed(value):
+        raise BadInput(
+            f"{name} is a distributed tensor, which says itself how it is divided, and rules would say it a second"
+            f" time. Remove {RULES}: the files of accelerate and verl are read without."
+        )
+    items: Mapping[Any, Any] | None = None
+    if isinstance(value, Mapping):
+        items = value
+    elif isinstance(value, PickledObject):
+        items = value.fields | value.items | dict(enumerate(value.args))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = dict(enumerate(value))
+    if items is None:
+        yield name, value
+        return
+    for key, inner in items.items():
+        yield from _leaves(inner, f"{name}.{key}" if name else str(key))
 
 
 def _row(number: int, atom: TensorEntry, name: str) -> StoredTensor:

@@ -27,7 +27,7 @@ from torch.futures import Future
 from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..formats.entry_keys import KEY
 from ..formats.load import ReadPlan, ReadRange, ReadTarget, array_of, in_threads, plan, read_all
-from ..formats.readers.run_directory import CommitSource
+from ..formats.run_directory import CommitSource
 from ..formats.source import SourceTensor
 from ..quantities import MiB, packed
 from ..state.encoding import decode

@@ -34,8 +34,8 @@ from ..state.plain_tensors import TO_NAME, unsupported_kind
 from ..state.tensor_entries import TensorEntry, fragment
 from ..store.commit.commit_writer import Written
 from ..store.commit.retention import Keep, refuse_best, refuse_weights
-from ..store.format.file_names import METADATA, Layout
 from ..store.format.manifest import Timeline
+from ..store.format.payload_layout import METADATA, Layout
 from ..store.run_store import LocalStore
 from .shared.collective_commit import OpenedRun, check_step, joined_run, unit_of
 

@@ -28,7 +28,8 @@ from ..io.queue import REQUEST_BYTES, IOQueue, Request
 from ..io.threads import File, open_file
 from ..quantities import PAGE, MiB, format_bytes
 from ..store.disk import AnyDisk, Disk
-from ..store.drive_links import HOME, Drive, directories_for, record_of
+from ..store.drive_links import Drive, directories_for, record_of
+from ..store.format.manifest import HOME
 from .hardware_rates import median_seconds
 
 SECONDS = 1.0

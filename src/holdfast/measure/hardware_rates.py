@@ -21,8 +21,7 @@ from torch import nn
 
 from .. import accelerators
 from ..io.buffers import Buffer
-from ..optim.host_optimizer import HostOptimizer, ParameterState
-from ..optim.master_parts import SplitMaster
+from ..optim.host_optimizer import HostOptimizer, ParameterState, SplitMaster
 from ..optim.torch_threads import keep_torch_threads, one_torch_thread
 from ..quantities import MiB
 from ..state.split_masters import carry_bytes

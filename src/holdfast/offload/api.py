@@ -25,9 +25,8 @@ from ..store.disk import AnyDisk
 from ..store.format.manifest import Manifest
 from ..store.format.reference_files import Reference
 from ..store.run_store import LocalStore, begin, see_alike
-from ..supervised.attempt import in_drill, training_directory
+from ..supervised.attempt import Witness, in_drill, training_directory
 from ..supervised.standing_by import say_opened, wait_for_run
-from ..supervised.witness import Witness
 from .data_parallel import DataParallelGroup
 from .engine import Engine
 from .exit_hook import deferred

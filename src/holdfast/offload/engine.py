@@ -28,8 +28,8 @@ from ..state.capture import Captured
 from ..state.encoding import decode
 from ..state.progress import hyper_parameters, restore_random_state
 from ..store.format.manifest import Manifest
+from ..supervised.attempt import Witness
 from ..supervised.standing_by import say_closed
-from ..supervised.witness import Witness
 from . import rng
 from .engine_progress import UserState
 from .executor import Executor

@@ -19,15 +19,16 @@ from ..optim.joined import kind_name
 from ..state.capture import Captured, aliases_of
 from ..state.encoding import decode, encode
 from ..state.progress import (
+    UngivenSchedulers,
     adopt,
     hyper_parameters,
     load_hyper_parameters,
+    needs_arguments,
     override_warnings,
     random_state,
     refuse_other_ranks,
     refuse_place_of_first,
 )
-from ..state.schedules import UngivenSchedulers, needs_arguments
 
 SAID = {
     "dtype": "precision",

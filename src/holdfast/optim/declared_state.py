@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import OptimizerNotSupported
-from ..state.layout.ownership import is_distributed
+from ..state.layout.regions import is_distributed
 from ..state.tensor_entries import SEED, STEP
 
 State = dict[str, torch.Tensor]

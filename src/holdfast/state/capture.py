@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
-from .layout.flat_ranges import FlatRange
+from .layout.regions import FlatRange
 from .plain_tensors import TO_NAME, repeats_itself, unsupported_kind
 from .tensor_entries import WRAPPED
 

@@ -17,7 +17,6 @@ from torch import nn
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
 from .encoding import decode, encode, laid_out
-from .layout.flat_ranges import AnyRegion, copy_common, is_nothing
 from .layout.overlaps import (
     PLACED,
     Key,
@@ -29,8 +28,17 @@ from .layout.overlaps import (
     put_within,
     tensors_within,
 )
-from .layout.ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
-from .layout.regions import Region
+from .layout.regions import (
+    AnyRegion,
+    Region,
+    ReplicatedRegion,
+    box_of,
+    copy_common,
+    is_cut_alike,
+    is_distributed,
+    is_nothing,
+    local_of,
+)
 from .plain_tensors import TO_NAME, is_plain, unsupported_kind
 from .tensor_entries import RESIDUAL, TensorEntry
 

@@ -16,8 +16,8 @@ from ..errors import ChunkCorrupt, Damaged
 from ..quantities import MiB
 from .commit.retention import ancestry
 from .disk import AnyDisk
-from .format.file_names import block_spans
 from .format.manifest import CommitRef, Timeline
+from .format.payload_layout import block_spans
 from .log.chain import Journal
 from .log.segments import SegmentRef, StoredRecord, read_segment, segments, streams
 from .log.striping import open_segment

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 from holdfast.errors import BadInput, Damaged, DiskFailed, RunLocked
 from holdfast.io.threads import NO_SPACE, File, advice_of, disk_full, open_file
 from holdfast.regular_files import home_path, open_regular, read_regular
-from holdfast.store.format.reference_files import Reference, ReferencedFile, is_reference
+from holdfast.store.format.manifest import is_reference
+from holdfast.store.format.reference_files import Reference, ReferencedFile
 from holdfast.store.lock import (
     HeldLock,
     Lock,

@@ -22,11 +22,9 @@ from pathlib import Path
 from holdfast.errors import BadInput, DiskFailed, ManifestCorrupt, RunLocked, RunMismatch
 from holdfast.regular_files import home_path, load_json, read_regular
 from holdfast.store.disk import TEMPORARY, AnyDisk, Disk, alone_in, write_durably
-from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unseal
+from holdfast.store.format.manifest import FOLDER, FORMAT, HOME, VERSION, reading, seal, unseal
 from holdfast.store.path_checks import check_place
 
-HOME = "data"
-"""The directory of the files on the run's own drive."""
 OWNER = "holdfast-drive.json"
 """The file in a drive's directory that names its owner."""
 MOST_OWNER_BYTES = 1 << 20
@@ -34,7 +32,6 @@ RECORD = "drives.json"
 """The file in the run that records the measured rate of each drive and its share of the state."""
 MARK = "holdfast-"
 """Prefix of the empty files by which ranks check for a moment that they see the same drive."""
-FOLDER = r"drive_[1-9]\d{0,2}"
 _GENERATION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(0|[1-9]\d*)\.safetensors")
 _NO_FILES = (OWNER, OWNER + TEMPORARY, "lost+found")
 

@@ -34,9 +34,9 @@ from .commit.retention import (
     unneeded_timelines,
 )
 from .copying import PushResult, RecordsCopy
-from .format.file_names import block_spans
 from .format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, object_path
 from .format.payload_files import INSPECT, check_size, read_verified
+from .format.payload_layout import block_spans
 from .log.chain import chain_of
 from .log.segments import segments, streams
 from .object_store import ObjectDisk, Url

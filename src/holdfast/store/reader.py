@@ -20,17 +20,17 @@ from holdfast.store import verifying
 from holdfast.store.commit.retention import ancestry, copies_in, copy_path, is_begun, lineage, newest_tip
 from holdfast.store.disk import AnyDisk, Disk, reference_at
 from holdfast.store.format import payload_files
-from holdfast.store.format.file_names import Layout
 from holdfast.store.format.manifest import (
     CommitRef,
     FileRef,
     Manifest,
     Timeline,
+    is_reference,
     timeline_of_name,
     timeline_path,
 )
-from holdfast.store.format.payload_ranges import read_atom
-from holdfast.store.format.reference_files import is_reference
+from holdfast.store.format.payload_files import read_atom
+from holdfast.store.format.payload_layout import Layout
 from holdfast.store.log.segments import timelines_of_segments
 from holdfast.store.object_store import place_of, remote_disk
 from holdfast.store.verifying import Report

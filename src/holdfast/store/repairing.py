@@ -15,9 +15,8 @@ import xxhash
 
 from holdfast.errors import BadInput, Damaged, DiskFailed
 from holdfast.store.disk import TEMPORARY, Disk, written_durably
-from holdfast.store.format.file_names import block_spans
-from holdfast.store.format.manifest import FileRef
-from holdfast.store.format.reference_files import is_reference
+from holdfast.store.format.manifest import FileRef, is_reference
+from holdfast.store.format.payload_layout import block_spans
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 

@@ -27,9 +27,9 @@ from holdfast.store.commit.generations import Generations, remove_generations
 from holdfast.store.commit.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.commit.retention import Keep
 from holdfast.store.disk import AnyDisk, Disk, write_durably
-from holdfast.store.drive_links import HOME, MARK, RECORD, Drive, data_paths, refuse_lost
-from holdfast.store.format.file_names import Layout
-from holdfast.store.format.manifest import Point, Timeline, is_ours, this_writer
+from holdfast.store.drive_links import MARK, RECORD, Drive, data_paths, refuse_lost
+from holdfast.store.format.manifest import HOME, Point, Timeline, is_ours, this_writer
+from holdfast.store.format.payload_layout import Layout
 from holdfast.store.format.reference_files import Reference
 from holdfast.store.lock import LOCK, HeldLock
 from holdfast.store.log.journal import Copying, JournalWriter, uncopied

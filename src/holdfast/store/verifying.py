@@ -20,10 +20,9 @@ from holdfast.io.buffers import Buffer, BufferPool
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.commit.generations import corrupt, name_atoms
 from holdfast.store.disk import OpenFile
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, block_spans
-from holdfast.store.format.manifest import FileRef, Manifest, timeline_path
+from holdfast.store.format.manifest import FileRef, Manifest, is_reference, timeline_path
 from holdfast.store.format.payload_files import check_size, index_of, unverified_layout
-from holdfast.store.format.reference_files import is_reference
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, block_spans
 
 if TYPE_CHECKING:
     from holdfast.store.reader import RunReader

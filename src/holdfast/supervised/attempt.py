@@ -1,12 +1,17 @@
-"""One start of a script under ``holdfast drill``: where its runs go, and at which step it ends.
+"""One start of a script under ``holdfast drill``: where its runs go, at which step it ends, and what each step was.
 
 The drill sets ``HOLDFAST_DRILL`` to the folder of an attempt, which holds ``plan.json``. Every run directory that the
 script opens for training is then one below that folder, so that a drill writes to no run of the user. The invariant:
 the same path of a run leads to the same directory in every start with the same folder.
 
+A ``Witness`` records digests of everything that a step's end consists of, as one line of JSON. Two starts of a script
+did the same if their lines are equal. The first line that differs, and what differs in it, tells which step went
+another way and probably why. Lines are of each rank, in ``steps-DIRECTORY-RANK.jsonl``. A line is one write, so a
+killed process leaves at most its last one torn.
+
 A command that starts scripts holds a lock in its folder, which the system drops with the command. A process that waits
 for what only the command would end asks from time to time whether it is there (``is_supervised``), so that it does not
-wait for ever. Called where a run is opened.
+wait for ever. Called where a run is opened, and by ``Checkpointer`` and the engine at every step.
 """
 
 from __future__ import annotations
@@ -14,14 +19,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from ..errors import BadInput
 from ..events import parsed
 from ..regular_files import home_path, load_json, read_regular
 from ..store.disk import Disk
+from .script_values import script_values
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -144,3 +156,130 @@ class Supervisor:
 def is_supervised(folder: Path) -> bool:
     """Return whether the command that made ``folder`` still runs."""
     return Disk(folder).is_locked(NAME)
+
+
+BEGUN, STEP = "begun", "step"
+"""The two kinds of lines: a run was opened, with the steps done, and a step was done."""
+PARTS = ("random", "computing", "optimizers", "groups", "things", "loader", "scheduler")
+"""The parts of the user state that lines tell apart; the rest is one digest."""
+DURABLE_SECONDS = 2.0
+"""The longest time that a step waits to be durable before a kill."""
+
+
+class Witness:
+    """The writer of one rank's lines about the run in ``directory``."""
+
+    def __init__(self, attempt: Attempt, directory: Path, rank: int) -> None:
+        self._attempt = attempt
+        self._path = attempt.folder / f"steps-{directory.name}-{rank:05d}.jsonl"
+        self._may_stop = attempt.kill_step is not None and rank == 0
+        self._began = 0
+        """The steps that were done when the run was opened."""
+
+    @classmethod
+    def of(cls, directory: str | Path, rank: int) -> Witness | None:
+        """Return the witness of a run that was opened in a drill; None outside one."""
+        attempt = Attempt.here()
+        return None if attempt is None else cls(attempt, Path(directory), rank)
+
+    def begun(self, step: int, tensors: Mapping[str, str]) -> None:
+        """Note that the run was opened with ``step`` steps done. ``tensors`` are digests by name.
+
+        Raises ``SystemExit`` where no step is left to do.
+        """
+        self._began = step
+        self._write(BEGUN, step, tensors=dict(tensors))
+        if self._is_last(step):
+            raise SystemExit(0)
+
+    def stepped(
+        self,
+        step: int,
+        tensors: Mapping[str, str],
+        progress: Mapping[str, Any],
+        close: Callable[[], None],
+        durable_step: Callable[[], int],
+    ) -> None:
+        """Note the end of ``step``, and end the script after the last one.
+
+        Args:
+            step: The number of the step.
+            tensors: Digests by name.
+            progress: The user state as JSON.
+            close: Closes the run. Called before the script ends.
+            durable_step: Returns the newest durable step. A kill waits until there is one of this process.
+
+        Raises ``SystemExit`` after the last step.
+        """
+        script = script_values()
+        self._wait_before_kill(step, durable_step)
+        self._write(STEP, step, tensors=dict(tensors), progress=digests_of(progress), script=script)
+        if self._is_last(step):
+            close()
+            raise SystemExit(0)
+
+    def _is_last(self, step: int) -> bool:
+        """Return whether the script ends after ``step``. Does not return where it waits for its kill."""
+        if step < self._attempt.until:
+            return False
+        while self._attempt.kill_step is not None and is_supervised(self._attempt.folder.parent):
+            time.sleep(0.05)
+        return True
+
+    def _write(self, event: str, step: int, **facts: Any) -> None:
+        line = json.dumps(
+            {"event": event, "start": self._attempt.start, "step": step, "time": time.time(), **facts}
+        )
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, line.encode() + b"\n")
+        finally:
+            os.close(fd)
+        if self._is_kill_due(step):
+            self._may_stop = False
+            threading.Thread(target=_stop_dead, args=(self._attempt.kill_delay,), daemon=True).start()
+
+    def _is_kill_due(self, step: int) -> bool:
+        return self._may_stop and step >= (self._attempt.kill_step or 0)
+
+    def _wait_before_kill(self, step: int, durable_step: Callable[[], int]) -> None:
+        """Wait until a step of this process is durable, if the kill of this attempt comes after ``step``.
+
+        Many short steps may be done before any is durable. The next start would then begin anew, which shows nothing.
+        """
+        end = time.monotonic() + DURABLE_SECONDS
+        while self._is_kill_due(step) and durable_step() <= self._began and time.monotonic() < end:
+            time.sleep(0.002)
+
+
+def _stop_dead(seconds: float) -> None:
+    """Stop this process after some seconds, in the middle of whatever it does. The drill then kills it."""
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def digests_of(progress: Mapping[str, Any]) -> dict[str, str]:
+    """Return digests of the user state by the name of each part that a person knows.
+
+    >>> sorted(digests_of({"groups": [{"lr": 0.1}], "step": 3}))
+    ['groups[0].lr', 'step']
+    """
+    found: dict[str, str] = {}
+    for key, value in progress.items():
+        if key in PARTS and isinstance(value, Mapping):
+            found |= {f"{key}.{name}": _digest(each) for name, each in value.items()}
+        elif key in PARTS and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+            for i, each in enumerate(value):
+                found |= _group(f"{key}[{i}]", each)
+        else:
+            found[key] = _digest(value)
+    return found
+
+
+def _group(name: str, value: Any) -> dict[str, str]:
+    return {f"{name}.{key}": _digest(each) for key, each in value.items()}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return xxhash.xxh3_64_hexdigest(text.encode())

@@ -20,7 +20,7 @@ import torch
 from ...accelerators import current_stream, is_accelerator, new_stream, on_stream, record_event
 from ...io.buffers import Buffer
 from ...quantities import MiB, round_up
-from .async_copy import pinned
+from .staging_buffers import pinned
 
 VISIT_BYTES = 256 << 20
 """Bytes of the parameters copied together, with gradients and optimizer state; at least one parameter is copied."""

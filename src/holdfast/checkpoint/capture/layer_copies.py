@@ -22,7 +22,7 @@ import torch
 from holdfast import failpoints
 
 from ...state.encoding import encode
-from ...state.layout.ownership import is_distributed, local_of
+from ...state.layout.regions import is_distributed, local_of
 from ..compression.codecs import Trained
 from .early_averages import AveragingState
 from .optimizer_hooks import OptimizerHooks, Update

@@ -388,11 +388,6 @@ def can_be_stored(value: Any) -> bool:
     return True
 
 
-def encoded_leaf(value: Any) -> Any:
-    """Return ``value`` as JSON; None if it would not be restored unchanged."""
-    return encode(value) if can_be_stored(value) else None
-
-
 def refuse_unstorable(value: Any, where: str) -> None:
     """Raise ``BadInput``, naming ``where``, for a value that would not be restored unchanged. Copies no tensor."""
     encode(value, where, _tensor_by_kind)

@@ -23,15 +23,14 @@ from holdfast import failpoints
 
 from ...accelerators import is_capturing
 from ...errors import BadInput
-from ...state.layout.ownership import is_distributed, local_of
+from ...state.layout.regions import is_distributed, local_of
 from ...state.live_state import LiveState
 from ...state.plain_tensors import is_plain, unsupported_kind
-from ...state.progress import hyper_parameters
+from ...state.progress import drawn_since, generator_states, hyper_parameters
+from ..arithmetic import autocast_now
 from ..compression.codecs import Codec, Trained, trained_of
-from ..numerics import autocast_now
 from .closures import WAY_OUT, ComputedClosure
 from .mutation_check import MutationCheck
-from .rng_draws import drawn_since, generators
 from .staging_buffers import StagingBuffer
 
 CONSUMED = ("grad_scale", "found_inf")
@@ -285,7 +284,7 @@ class OptimizerHooks:
 
     def do_after(self, after_update: Callable[[], None], updates: list[Update]) -> None:
         """Call ``after_update`` after the last of ``updates``, and note the random numbers that it draws."""
-        before = generators()
+        before = generator_states()
         self._settled = False
         updates[-1].autocast_after = autocast_now()
         after_update()
@@ -347,7 +346,7 @@ class OptimizerHooks:
             raise
         failpoints.reach("after_gradients_copied")
         self._open[index] += 1
-        self._generators[index] = generators()
+        self._generators[index] = generator_states()
         if room is not None and update.part is None:
             self.lost = "its gradients were denser than a record has room for"
         self.seconds += time.perf_counter() - started

@@ -5,7 +5,7 @@ without rows of zeros (``touched_rows``), and can compress them without loss, by
 Other codecs change what training consumes (``lossy``); what they write is expanded here, as one sparse vector, 8-bit
 integers with a scale for each block, or two narrow matrices. Training and replay expand by the same functions, which
 makes the bits equal. Each record names its codec, so a run can be resumed with another one. Called by the optimizer
-hooks and by ``replay``. Sizes are bytes.
+hooks and by replay. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from ...errors import BadInput, HoldfastError, RunMismatch
 from ...quantities import MiB, round_up
 from ...state.capture import CapturedParameter
-from ...state.layout.ownership import local_of
+from ...state.layout.regions import local_of
 from ...state.live_state import LiveState
 from ...state.plain_tensors import TO_NAME
-from ...store.format.file_names import METADATA, Layout
+from ...store.format.payload_layout import METADATA, Layout
 from ..capture.staging_buffers import StagingBuffer, tensors_of
 from .sparse import Arrays, SparseScratch, Take, num_blocks, spread, spread_into
 from .touched_rows import KIND as ROWS

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 
 from ...quantities import packed
-from ...state.layout.ownership import local_of
+from ...state.layout.regions import local_of
 from .sparse import num_blocks
 
 ELEMENTS_AT_ONCE = 1 << 26

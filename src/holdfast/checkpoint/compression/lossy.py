@@ -15,10 +15,10 @@ import torch
 
 from ...accelerators import is_accelerator
 from ...errors import BadInput, ModelNotSupported
-from ...state.layout.ownership import local_of
+from ...state.layout.regions import local_of
 from ...state.live_state import LiveState
 from ...state.plain_tensors import TO_NAME
-from ...store.format.file_names import METADATA, Layout
+from ...store.format.payload_layout import METADATA, Layout
 from ..capture.staging_buffers import StagingBuffer
 from .codecs import (
     ArrayReader,

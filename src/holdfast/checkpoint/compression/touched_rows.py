@@ -26,7 +26,7 @@ import xxhash
 from ...errors import Damaged
 from ...quantities import MiB, round_up
 from ...state.plain_tensors import TO_NAME
-from ...store.format.file_names import METADATA, Layout
+from ...store.format.payload_layout import METADATA, Layout
 
 KIND = "rows"
 VALUES, TOUCHED = "values/U8", "touched/U8"

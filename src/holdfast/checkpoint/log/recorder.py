@@ -28,6 +28,7 @@ from ...io.threads import use_cpus
 from ...optim.torch_threads import keep_torch_threads, one_torch_thread
 from ...quantities import PAGE
 from ...store.log.journal import JournalWriter, Record
+from ...store.run_store import LocalStore
 from .. import running_clock
 from ..capture.staging_buffers import StagingBuffer, StagingPool
 
@@ -178,10 +179,13 @@ class Recorder:
         with self._changed:
             return self._taken_bytes / self.write_seconds if self.write_seconds else None
 
-    @property
-    def segment_free_bytes(self) -> int:
-        """The free bytes of the log's current segment."""
-        return self._journal.free_bytes
+    def left_bytes(self, store: LocalStore) -> int:
+        """Return the bytes of the run's cap that may still be written, at most: records may be on their way."""
+        assert store.cap_bytes is not None
+        # read first: what is written meanwhile must count twice rather than never
+        pending = self.pending_bytes + self.pending * self.header_bytes
+        free = self._journal.free_bytes
+        return store.cap_bytes - (store.used_bytes - free + pending)
 
     def expect(self, count: int) -> None:
         """Set how many records are needed at once: those from one snapshot to the next."""

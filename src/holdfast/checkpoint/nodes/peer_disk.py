@@ -36,9 +36,9 @@ from ...errors import DiskFailed
 from ...quantities import PAGE, KiB
 from ...store.commit.generations import corrupt
 from ...store.disk import TEMPORARY, AnyDisk, Disk
-from ...store.format.file_names import block_spans
 from ...store.format.manifest import FileRef, object_path
 from ...store.format.payload_files import INSPECT, check_size
+from ...store.format.payload_layout import block_spans
 from ...store.log.segments import SegmentRef, read_what_can_be
 from ...store.share_places import (
     BUCKET,

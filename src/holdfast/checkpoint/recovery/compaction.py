@@ -16,8 +16,7 @@ from ...state.live_state import LiveState
 from ...store.commit.commit_writer import Written
 from ...store.commit.pruning import in_spans, lost_of, reach_needs, reach_of_lines
 from ...store.commit.retention import Keep
-from ...store.drive_links import HOME
-from ...store.format.manifest import FileRef, Manifest, Point
+from ...store.format.manifest import HOME, FileRef, Manifest, Point
 from ...store.run_store import LocalStore
 from ..snapshot.snapshot_chunks import SnapshotChunk, divided, frozen_in, of_one_base, owned_by
 from ..snapshot.snapshot_image import SnapshotImage

@@ -22,9 +22,16 @@ from torch import nn
 from ...errors import Damaged, DiskFailed, HoldfastError, OtherArithmetic, RunMismatch, Unreadable
 from ...optim.kinds import is_elementwise
 from ...state.capture import CapturedParameter
-from ...state.joined_buffers import BUFFER, arrange_buffers
-from ...state.layout.flat_ranges import AnyRegion
-from ...state.layout.overlaps import PARAMETERS, OverlappingMemory, Shared, key_names, placed
+from ...state.layout.overlaps import (
+    BUFFER,
+    PARAMETERS,
+    OverlappingMemory,
+    Shared,
+    arrange_buffers,
+    key_names,
+    placed,
+)
+from ...state.layout.regions import AnyRegion
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import RESIDUAL, TensorEntry
@@ -32,15 +39,21 @@ from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
 from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
-from ..arithmetic import DESCRIPTIONS, arithmetic_here, differing, operations_of
+from ..arithmetic import (
+    DESCRIPTIONS,
+    arithmetic_here,
+    computing_as,
+    depends_on_products,
+    differing,
+    operations_of,
+    recorded_settings,
+)
 from ..capture.state_digests import digest_of
 from ..compression.codecs import ShardingMismatch, Spreads
-from ..log.record_builder import FOLLOWS
+from ..log.log_records import FOLLOWS, FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 from ..log.recorder import BOUND
-from ..numerics import computing_as, depends_on_products, recorded_settings
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
-from .replay import FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 
 
 @dataclass

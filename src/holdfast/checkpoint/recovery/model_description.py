@@ -23,17 +23,15 @@ from ...optim.kinds import is_elementwise
 from ...quantities import packed
 from ...state.capture import CapturedParameter
 from ...state.encoding import encode
-from ...state.layout.flat_ranges import AnyRegion
 from ...state.layout.overlaps import key_names
-from ...state.layout.ownership import local_of
-from ...state.layout.regions import Region
+from ...state.layout.regions import AnyRegion, Region, local_of
 from ...state.live_state import LiveState, Rounds
 from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.progress import hyper_parameters
+from ..arithmetic import product_precision, set_product_precision
 from ..capture import device_staging
 from ..capture.device_staging import PinnedHomes, StagedOnDevice, visit_bytes
 from ..capture.optimizer_attributes import OF_TORCH
-from ..numerics import product_precision, set_product_precision
 from ..snapshot.snapshot_state import members_of, module_of, optimizer_of
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."

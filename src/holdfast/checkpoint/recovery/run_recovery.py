@@ -29,8 +29,7 @@ from ...store.log.segments import streams
 from ...store.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
-from ..arithmetic import arithmetic_here
-from ..numerics import depends_on_products, recorded_settings, settings_warnings
+from ..arithmetic import arithmetic_here, depends_on_products, recorded_settings, settings_warnings
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, Reached, ReplayMismatch

@@ -21,7 +21,7 @@ import xxhash
 from ...distributed import Ranks, stream_of
 from ...errors import BadInput, Damaged, NoCommit
 from ...quantities import packed
-from ...state.layout.flat_ranges import AnyRegion
+from ...state.layout.regions import AnyRegion
 from ...state.live_state import LiveState
 from ...store.disk import Disk
 from ...store.format.manifest import Point

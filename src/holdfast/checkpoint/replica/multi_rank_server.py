@@ -20,7 +20,7 @@ from ...errors import HoldfastError
 from ...store.format.manifest import Timeline
 from ...store.log.journal import Record
 from ...store.run_store import LocalStore
-from ..recovery.replay import clip_as_recorded
+from ..log.log_records import clip_as_recorded
 from . import retained_state, shared_memory
 from .channel import Channel, Message
 from .replica_liveness import HERE, KEPT, ReplicaNotes

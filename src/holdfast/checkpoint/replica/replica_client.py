@@ -35,8 +35,7 @@ from ..recovery.model_description import describe, refuse_what_cannot_be_rebuilt
 from ..recovery.run_recovery import RecoveryResult, recover
 from ..user_state import ScriptState
 from . import retained_state, shared_memory
-from .channel import RING, SharedPool
-from .record_sender import RecordSender
+from .channel import RING, RecordSender, SharedPool
 from .replica_process import ReplicaConfig, ReplicaProcess
 
 LINGER_SECONDS = 600.0

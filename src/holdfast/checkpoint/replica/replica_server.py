@@ -38,11 +38,11 @@ from ...state.live_state import LiveState
 from ...store.commit.retention import Keep
 from ...store.format.manifest import this_writer
 from ...store.run_store import LOCK, LocalStore
+from ..arithmetic import computing_as, depends_on_products
 from ..capture import state_digests
+from ..log.log_records import FlatViews, ReplayRecord, apply, clip_as_recorded, fingerprint
 from ..log.recorder import InlineRecorder
-from ..numerics import computing_as, depends_on_products
 from ..recovery.model_description import RankState, adopt, rebuild, updating_devices
-from ..recovery.replay import FlatViews, ReplayRecord, apply, clip_as_recorded, fingerprint
 from ..recovery.run_recovery import BY, recover
 from ..snapshot.snapshot_state import beside_records
 from ..snapshot.snapshot_writer import SnapshotWriter

@@ -25,15 +25,13 @@ import xxhash
 from ...io.buffers import Buffer
 from ...optim.kinds import is_elementwise
 from ...quantities import MiB, packed
-from ...state.layout.flat_ranges import FLAT, AnyRegion, FlatRange, regions_of
-from ...state.layout.regions import Region
+from ...state.layout.regions import FLAT, AnyRegion, FlatRange, Region, regions_of
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.tensor_entries import CARRIED, RESIDUAL, SUBSPACE, TensorEntry, fragment
 from ...store.commit.generations import Generations
-from ...store.drive_links import HOME
-from ...store.format.file_names import METADATA, Layout
-from ...store.format.manifest import FileRef, Manifest
+from ...store.format.manifest import HOME, FileRef, Manifest
 from ...store.format.payload_files import index_of_stream, read_file
+from ...store.format.payload_layout import METADATA, Layout
 from ...store.run_store import LocalStore
 from ..capture.staging_buffers import tensors_of
 

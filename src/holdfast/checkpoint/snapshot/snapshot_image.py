@@ -13,7 +13,7 @@ import xxhash
 
 from ...io.buffers import Buffer
 from ...state.plain_tensors import TO_NAME, flat_bytes
-from ...store.format.file_names import METADATA, Layout, block_spans
+from ...store.format.payload_layout import METADATA, Layout, block_spans
 
 
 class SnapshotImage:

@@ -29,7 +29,7 @@ from ...schedule.interval.step_cadence import CadenceChoice, StepCadence, choose
 from ...schedule.interval.tuner import FIRST_STEPS, MEAN_SECONDS_BETWEEN_FAILURES, Tuner, prior
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
-from ..collective_snapshots import LEAST_STORAGE, CollectiveSnapshot, left_bytes
+from ..collective_snapshots import LEAST_STORAGE, CollectiveSnapshot
 from ..log.recorder import Recorder, RecorderTask
 from ..recovery.recovery_progress import RecoveryProgress
 from .memory_copies import MemoryCopies
@@ -610,7 +610,7 @@ class SnapshotScheduler:
         self._stall_of_base, self._num_stages = 0.0, 0
 
     def _is_room(self, nbytes: int) -> bool:
-        return nbytes + self._margin(nbytes) <= left_bytes(self._store, self._recorder)
+        return nbytes + self._margin(nbytes) <= self._recorder.left_bytes(self._store)
 
     def _margin(self, nbytes: int) -> int:
         """Return the bytes that may be wasted at the ends of segments."""

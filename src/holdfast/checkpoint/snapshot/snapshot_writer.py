@@ -38,7 +38,7 @@ from ...state.live_state import Held, LiveState
 from ...state.tensor_entries import TensorEntry
 from ...store.format.manifest import FileRef, Manifest, RankShare
 from ...store.run_store import LocalStore
-from ..capture.async_copy import DeviceCopies, pinned
+from ..capture.staging_buffers import DeviceCopies, pinned
 from ..log.recorder import InlineRecorder, Recorder, RecorderTask
 from .frozen_chunks import FrozenChunks, StagedChunk
 from .snapshot_chunks import SnapshotChunk, atoms_of, divided, frozen_in, of_one_base, owned_by

@@ -33,7 +33,7 @@ from ..entry_keys import EXTRA, PROGRESS
 from ..entry_matching import groups_of
 from ..load import in_threads, read_flat, tensor_of
 from ..source import Source, SourceTensor
-from .dcp_metadata import METADATA
+from .dcp_reader import METADATA
 
 FILE = "__0_0.distcp"
 _MARK = ".holdfast-conversion"

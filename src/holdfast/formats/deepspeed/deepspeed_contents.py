@@ -23,11 +23,10 @@ from ...errors import BadInput, Damaged, FileMissing
 from ...quantities import MiB, counted
 from ...state.layout.fragments import Fragments, dense, flat
 from ...state.layout.regions import Region
-from ...state.layout.zero_shares import cut
+from ...state.layout.sharding import zero_range
 from ...state.tensor_entries import TensorEntry
 from ..entry_keys import unwrapped
-from ..fragment_reads import ReadFiles, WithNumbers
-from ..source import SourceTensor
+from ..source import ReadFiles, SourceTensor, WithNumbers
 from ..torch_archive.archives import Archive, Plain, piece_of
 from ..torch_archive.pickles import Tensor
 from .local_tensors import LocalParameter, PlacedParameter, Shape, shapes_of
@@ -202,7 +201,7 @@ def _frozen(contents: ReadFiles, models: list[ModelStates], key: str, shape: Sha
     local = LocalParameter(shape, -1)
     for rank, model in enumerate(models):
         fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
-        low, high = cut(prod(shape), rank, len(models))
+        low, high = zero_range(prod(shape), rank, len(models))
         if not isinstance(fragment, Tensor) or fragment.strides != (1,) or fragment.shape[0] < high - low:
             raise Damaged(
                 f"{model.archive.path} has no fragment of {high - low} elements of the frozen parameter {key}",

@@ -26,7 +26,7 @@ from ...state.layout.regions import Region
 from ...state.layout.sharding import Average, Blocks, Replicate, Shard, Sharding, TensorLayout
 from ...state.rules.expressions import Expression
 from ...state.tensor_entries import DTYPE_BYTES, values_of
-from ..fragment_reads import ReadFiles
+from ..source import ReadFiles
 from ..torch_archive.archives import Archive
 from ..torch_archive.pickles import PickledObject, Tensor
 

@@ -7,7 +7,7 @@ recorded places of parameter fragments; recorded and computed places must agree.
 
 Stage 3: of ``n`` elements on ``ranks`` ranks, rank ``d`` has ``k = ceil(n / ranks)`` from ``d * k`` on, as far as they
 exist, followed by padding. In a file the parts of a sub-group of parameters are adjacent. Only the shapes are recorded.
-Called by ``native_checkpoint``.
+Called by ``NativeCheckpoint``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from math import prod
 from typing import Any
 
 from ...errors import BadInput, Damaged
-from ...state.layout.zero_shares import cut, dealt, starts_of
-from ..fragment_reads import ReadFiles
+from ...state.layout.sharding import zero_order, zero_range, zero_starts
+from ..source import ReadFiles
 from ..torch_archive.pickles import PickledObject, Tensor
 from .deepspeed_contents import need
 from .local_tensors import LocalParameter, Rank, Shape, Value, split_state
@@ -174,9 +174,9 @@ def _addresses(
 
 def _undealt(named: dict[str, Shape], world: int) -> dict[str, int]:
     """Return where parameters would begin in their own order, if ``named`` is the order dealt to ``world`` ranks."""
-    own = dealt(len(named), world)
+    own = zero_order(len(named), world)
     names = [name for _, name in sorted(zip(own, named, strict=True))]
-    starts, _ = starts_of([prod(named[name]) for name in names], 1)
+    starts, _ = zero_starts([prod(named[name]) for name in names], 1)
     return dict(zip(names, starts, strict=True))
 
 
@@ -229,7 +229,7 @@ def _sub_group(
         flats, values = split_state(rank, contents, states.get(number, {}), (total,))
         at = 0
         for name, shape in named.items():
-            low, high = cut(prod(shape), index, len(ranks))
+            low, high = zero_range(prod(shape), index, len(ranks))
             for slot, tensor in {"param": master, **flats}.items():
                 pieces = rank.stretch(contents, tensor, shape, (low, high), at)
                 found[name].add(slot, tensor.storage.dtype, pieces, rank.path)

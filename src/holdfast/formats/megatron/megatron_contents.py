@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ...errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from ...quantities import MiB
 from ...state.encoding import decode
-from ..dcp.dcp_metadata import METADATA
+from ..dcp.dcp_reader import METADATA
 from ..entry_keys import canonical
 from ..torch_archive.archives import Archive, Plain
 

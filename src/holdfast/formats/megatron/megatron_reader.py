@@ -17,16 +17,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInput, Damaged, FileMissing
+from ...errors import BadInput, Damaged, FileMissing, HoldfastError
 from ...quantities import counted
 from ...state.encoding import encode
 from ...state.layout.fragments import Fragment, Fragments, dense, flat, joined
 from ...state.layout.regions import Region
 from ...state.tensor_entries import TensorEntry
-from ..dcp.dcp_metadata import METADATA, Chunk, Claims, DcpEntry, Shards
-from ..dcp.dcp_reader import DcpFolder, Entries, Values
+from ..dcp.dcp_reader import METADATA, Chunk, Claims, DcpEntry, DcpFolder, Entries, Shards, Values
 from ..entry_keys import EXTRA, ShapeAndType, slot_of
-from ..source import SourceTensor
+from ..source import Source, SourceTensor
 from ..torch_archive.archives import Archive
 from .megatron_contents import (
     COMMON,
@@ -35,8 +34,10 @@ from .megatron_contents import (
     Groups,
     IntegrityFile,
     check_objects,
+    folder_of,
     is_flat,
     named,
+    newest_of,
     numbers_of,
     unstacked,
 )
@@ -44,6 +45,25 @@ from .optimizer_buffers import Buffers, ModelTensor
 
 States = dict[str, dict[str, ModelTensor]]
 """Optimizer state by name and slot."""
+
+
+def open_megatron(path: Path) -> Source:
+    """Open the checkpoint at ``path``: the folder of an iteration, or its parent, which names the newest one.
+
+    Raises ``Damaged`` if it is incomplete or damaged, ``BadInput`` for unsupported checkpoints.
+    """
+    newest = newest_of(path)
+    of_fsdp = is_fsdp_dtensor(newest)
+    folder = newest if of_fsdp else folder_of(newest)
+    try:
+        return FsdpDtensor(folder) if of_fsdp else TorchDist(folder)
+    except HoldfastError:
+        raise
+    except (AttributeError, TypeError, LookupError, ValueError, OverflowError, RecursionError) as error:
+        raise Damaged(
+            f"{folder} has what no checkpoint of Megatron has: {type(error).__name__}: {error}",
+            path=str(folder),
+        ) from error
 
 
 class TorchDist(Entries):

@@ -7,12 +7,13 @@ from pathlib import Path, PurePath
 
 from ...errors import BadInput
 from ..dcp.dcp_reader import DcpFolder, is_dcp
-from ..deepspeed import is_deepspeed, open_deepspeed
-from ..fragment_reads import looking_at
-from ..megatron import is_megatron, open_megatron
-from ..source import Source
+from ..deepspeed.deepspeed_checkpoints import open_deepspeed
+from ..deepspeed.deepspeed_contents import is_deepspeed
+from ..megatron.megatron_contents import is_megatron
+from ..megatron.megatron_reader import open_megatron
+from ..rules_source import RuledFolder, is_ruled
+from ..source import Source, looking_at
 from .rank_files import RankFiles, is_accelerate, is_rank_files, open_accelerate
-from .ruled_folder import RuledFolder, is_ruled
 from .safetensors_files import ShardedSafetensors, is_safetensors, is_sharded
 from .torch_save import is_saved
 from .trainer_folder import open_saved, open_weights

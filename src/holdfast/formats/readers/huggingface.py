@@ -22,7 +22,7 @@ from ...errors import BadInput
 from ...quantities import GiB, MiB, packed
 from ...state.tensor_entries import DTYPE_BYTES, FLOATS
 from ...store.disk import Disk, alone_in, write_durably, written_durably
-from ...store.format.file_names import PAD
+from ...store.format.payload_layout import PAD
 from ..load import converted, in_threads, read_flat
 from ..source import Source, SourceTensor, places_of, with_aliases
 from .safetensors_files import DIGITS, INDEX, KEYS, PROGRESS, SINGLE, XXH3, digest_of

@@ -17,8 +17,7 @@ from typing import Any
 
 from ...errors import BadInput, Damaged, FileMissing
 from ...quantities import counted
-from ..dcp.dcp_metadata import METADATA
-from ..dcp.dcp_reader import DcpFolder
+from ..dcp.dcp_reader import METADATA, DcpFolder
 from ..entry_keys import Path as Way
 from ..source import Source
 from ..state_dict_progress import SMALL_BYTES, STEPS

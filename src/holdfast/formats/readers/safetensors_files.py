@@ -28,11 +28,10 @@ from ...quantities import MiB
 from ...state.layout.fragments import Fragment, Fragments, dense
 from ...state.layout.regions import Region
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
-from ...store.format.file_names import TensorInFile, without_pads
-from ..dcp.dcp_metadata import ints
+from ...store.format.payload_layout import TensorInFile, without_pads
+from ..dcp.dcp_reader import ints
 from ..entry_keys import ShapeAndType, name_all
-from ..fragment_reads import ReadFiles
-from ..source import Checksums, SourceTensor, StoredArray
+from ..source import Checksums, ReadFiles, SourceTensor, StoredArray
 from ..state_dict_progress import parsed_object, parsed_progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -18,12 +18,11 @@ from ...state.layout.fragments import Fragments, joined
 from ...state.tensor_entries import TensorEntry
 from ..entry_keys import Path as Way
 from ..entry_keys import ShapeAndType, TensorRoles, name_all, state_of
-from ..fragment_reads import ReadFiles
-from ..source import SourceTensor
+from ..source import ReadFiles, SourceTensor
 from ..state_dict_progress import SMALL_BYTES, add_or_tell, check_progress, progress_of, state_dict_of
 from ..torch_archive.archives import Archive, Plain, check_inside, piece_of
-from ..torch_archive.distributed_tensors import LocalTensor, Meshes, is_distributed, local_tensor
-from ..torch_archive.pickles import Tensor
+from ..torch_archive.distributed_tensors import LocalTensor, Meshes, local_tensor
+from ..torch_archive.pickles import Tensor, is_distributed
 from .safetensors_files import files_of, unread_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

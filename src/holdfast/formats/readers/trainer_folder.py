@@ -23,8 +23,7 @@ from ...state.encoding import decode, encode
 from ...state.layout.fragments import Fragments
 from ...state.tensor_entries import TensorEntry
 from ..entry_keys import ShapeAndType, name_all
-from ..fragment_reads import ReadFiles
-from ..source import Source, SourceTensor
+from ..source import ReadFiles, Source, SourceTensor
 from ..state_dict_progress import SMALL_BYTES, check_progress, check_random, progress_of, state_dict_of
 from ..torch_archive.archives import Archive, Plain, array_of_pickle, bytes_of, check_inside, piece_of
 from ..torch_archive.pickles import Tensor

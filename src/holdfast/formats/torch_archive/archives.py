@@ -27,11 +27,9 @@ from ...quantities import MiB
 from ...state.encoding import tensor_json
 from ...state.layout.fragments import Fragment
 from ...state.layout.regions import Region
-from ..fragment_reads import check_sum
-from ..source import MOST_EXPANDED, Source, StoredArray
+from ..source import MOST_EXPANDED, Source, StoredArray, check_sum
 from . import pickles
-from .distributed_tensors import is_distributed
-from .pickles import Key, PickledObject, Tensor
+from .pickles import Key, PickledObject, Tensor, is_distributed
 
 PICKLE_BYTES = 1 << 30
 """An upper limit for the size of a pickle that is stored beside tensors."""

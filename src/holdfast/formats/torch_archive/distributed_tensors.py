@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import BadInput
 from ...state.layout.regions import Region
-from .pickles import DISTRIBUTED, MOST_ELEMENTS, PickledObject, Tensor
+from .pickles import MOST_ELEMENTS, PickledObject, Tensor
 
 MOST_RANKS = 1 << 24
 """A limit that no number of ranks reaches."""
@@ -46,11 +46,6 @@ class LocalTensor:
     @property
     def is_whole(self) -> bool:
         return self.held == Region.whole(self.shape)
-
-
-def is_distributed(value: Any) -> bool:
-    """Return whether ``value`` of a pickle is the description of a distributed tensor."""
-    return isinstance(value, PickledObject) and value.name == DISTRIBUTED
 
 
 Meshes = dict[int, "_Mesh"]

@@ -111,6 +111,11 @@ class PickledObject:
         return self.fields.get(name, default)
 
 
+def is_distributed(value: Any) -> bool:
+    """Return whether ``value`` of a pickle is the description of a distributed tensor."""
+    return isinstance(value, PickledObject) and value.name == DISTRIBUTED
+
+
 @dataclass(frozen=True, eq=False)
 class Key:
     """A dictionary key or set member that replaces a ``value`` whose hash many others share."""

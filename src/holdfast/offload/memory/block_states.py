@@ -28,15 +28,14 @@ import torch
 from ...errors import ModelNotSupported
 from ...io.buffers import Buffer
 from ...optim.declared_state import Form, Slots
-from ...optim.host_optimizer import HostOptimizer, ParameterState, copied
-from ...optim.master_parts import round_to_24_bits
+from ...optim.host_optimizer import HostOptimizer, ParameterState, copied, round_to_24_bits
 from ...quantities import PAGE, round_up
 from ...schedule.work import tile_count
 from ...state.capture import BufferPlace, buffer_at
 from ...state.layout.regions import Region
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
-from ...store.format.file_names import SMALL_ALIGNMENT, Layout
+from ...store.format.payload_layout import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
 from .parameter_shards import (
     CopyPart,

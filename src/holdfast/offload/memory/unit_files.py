@@ -17,13 +17,13 @@ import torch
 import xxhash
 
 from ...errors import BadInput
-from ...optim.master_parts import SplitMaster
+from ...optim.host_optimizer import SplitMaster
 from ...quantities import PAGE, round_up
 from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME
 from ...state.split_masters import DTYPES, PARTS, carry_bytes, part_key
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
-from ...store.format.file_names import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
+from ...store.format.payload_layout import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
 from .parameter_shards import ParameterShard
 
 TILE, FROZEN, EXPERTS = ".tile", ".frozen", ".experts"

@@ -18,8 +18,7 @@ from ...optim.declared_state import anew
 from ...quantities import round_up
 from ...schedule.memory_use import buffers
 from ...store.commit.generations import Generations
-from ...store.drive_links import HOME
-from ...store.format.manifest import Manifest
+from ...store.format.manifest import HOME, Manifest
 from ...store.format.reference_files import Reference
 from ...store.run_store import LocalStore
 from .. import rng

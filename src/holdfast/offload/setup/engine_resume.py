@@ -27,7 +27,7 @@ from ...store.commit.generations import Generations
 from ...store.commit.housekeeping import restore_index
 from ...store.disk import AnyDisk
 from ...store.format.manifest import FileRef, Manifest
-from ...store.format.payload_ranges import VerifiedFiles, read_box
+from ...store.format.payload_files import VerifiedFiles, read_box
 from ...store.run_store import LocalStore
 from ..memory.block_states import as_tensor
 from ..memory.unit_files import UnitFile, copy_exactly, unit_of

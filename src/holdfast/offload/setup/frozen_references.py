@@ -15,9 +15,8 @@ from typing import Any
 from ...errors import Damaged, FileMissing, NoCommit
 from ...quantities import shown
 from ...store.disk import Disk, reference_at
-from ...store.drive_links import HOME
-from ...store.format.manifest import FileRef
-from ...store.format.reference_files import REFERENCE, WAYS_OUT, PlacedArray, Reference
+from ...store.format.manifest import HOME, REFERENCE, FileRef
+from ...store.format.reference_files import WAYS_OUT, PlacedArray, Reference
 from ...store.run_store import LocalStore
 from ..model.model_parts import ModelParts
 

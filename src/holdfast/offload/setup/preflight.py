@@ -15,7 +15,7 @@ from ...quantities import ample_budget, format_bytes
 from ...schedule.operations import SSD_READ, SSD_WRITE, as_guessed, lane_bytes
 from ...store.commit.generations import Generations
 from ...store.disk import Disk
-from ...store.drive_links import HOME
+from ...store.format.manifest import HOME
 from ...store.run_store import LocalStore
 from ..model.model_parts import ModelParts
 from .automatic_placement import Prediction

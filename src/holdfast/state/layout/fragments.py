@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .regions import Region
+from .regions import Region, flat_boxes
 
 
 class Fragment(NamedTuple):
@@ -205,28 +205,3 @@ def flat(shape: Sequence[int], start: int, stop: int, part: int, offset: int = 0
         Fragment(box, part, offset - start + sum(map(int.__mul__, box.start, strides)), strides)
         for box in flat_boxes(shape, start, stop)
     ]
-
-
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Region]:
-    """Return the regions that make up the elements ``start`` to ``stop`` of a flattened tensor, in their order.
-
-    >>> [box.to_json() for box in flat_boxes((3, 4), 3, 9)]
-    [[[0, 3], [1, 4]], [[1, 0], [2, 4]], [[2, 0], [3, 1]]]
-    """
-    if start >= stop:
-        return []
-    if not shape:
-        return [Region((), ())]
-    row, rest = prod(shape[1:]), tuple(shape[1:])
-    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
-    if first == last:
-        return _rows_of(first, flat_boxes(rest, head, tail))
-    boxes = _rows_of(first, flat_boxes(rest, head, row)) if head else []
-    whole = first + 1 if head else first
-    if whole < last:
-        boxes.append(Region((whole, *[0] * len(rest)), (last, *rest)))
-    return boxes + (_rows_of(last, flat_boxes(rest, 0, tail)) if tail else [])
-
-
-def _rows_of(row: int, boxes: list[Region]) -> list[Region]:
-    return [Region((row, *box.start), (row + 1, *box.stop)) for box in boxes]

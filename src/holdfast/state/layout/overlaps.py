@@ -4,15 +4,23 @@ A write to one tensor changes the others in the same memory. So they are copied 
 overlap, and restored as they were, or else refused by name. Slices of one storage that have no byte in common do not
 overlap. A *key* is the name of a parameter or buffer and the way to a tensor that belongs to it: ``("head.weight",
 "exp_avg")``.
+
+Forward passes can separate buffers that share memory. Those that overlap only with one another are noted at each step,
+so that a resume can arrange the model's buffers, which it finds as the model is made, as they were after the last step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from ..plain_tensors import is_plain
+
+if TYPE_CHECKING:
+    from ..live_state import LiveState
 
 Key = tuple[Any, ...]
 Shared = list[list[list[Any]]]
@@ -22,7 +30,8 @@ Each tensor has its key, its start in bytes from a multiple of ``ALIGN``, and it
 """
 ALIGN = 64
 PARAMETERS = (("param",),)
-PLACED = (*PARAMETERS, ("buffer",))
+BUFFER = ("buffer",)
+PLACED = (*PARAMETERS, BUFFER)
 """The ways to tensors of the model itself, which a resume leaves in place."""
 
 
@@ -204,3 +213,40 @@ def key_names(keys: Iterable[Key]) -> str:
     """
     texts = [str(key[0]) if key[1:] in PLACED else "/".join(map(str, key)) for key in keys]
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
+
+
+def joined_buffers(state: LiveState, names: Collection[str]) -> Shared:
+    """Return which of the buffers ``names`` overlap in memory, and how, as JSON."""
+    buffers = {atom.name: tensor for atom, tensor in state.present_buffers().values() if atom.name in names}
+    return described({(name, *BUFFER): buffer for name, buffer in buffers.items() if is_plain(buffer)})
+
+
+def buffers_within(shared: Shared) -> set[str]:
+    """Return the names of the buffers that overlap only with one another."""
+    return {key[0] for group in _only_buffers(shared) for key, *_ in group}
+
+
+@torch.no_grad()
+def arrange_buffers(state: LiveState, shared: Shared) -> None:
+    """Give buffers that overlap only with one another memory of their own, except where they overlap in ``shared``."""
+    state.made_joined |= buffers_within(state.shared())
+    wanted = [[each for each in group if each[0][0] in state.made_joined] for group in _only_buffers(shared)]
+    if placed(wanted) == placed(joined_buffers(state, state.made_joined)):
+        return
+    places, held = state.buffer_places(), state.memory()
+    made: dict[Key, torch.Tensor] = {
+        (name, *BUFFER): held[name, *BUFFER].clone() for name in state.made_joined
+    }
+    for group in (group for group in wanted if len(group) > 1):
+        memory = OverlappingMemory.empty(group, held)
+        for key, offset, strides in group:
+            view = memory.view(offset, strides, held[tuple(key)])
+            assert view is not None
+            made[tuple(key)] = view
+    for (name, *_), buffer in made.items():
+        module, own = places[name]
+        module._buffers[own] = buffer
+
+
+def _only_buffers(shared: Shared) -> Shared:
+    return [group for group in shared if all(tuple(key[1:]) == BUFFER for key, *_ in group)]

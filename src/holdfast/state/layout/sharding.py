@@ -3,6 +3,9 @@
 A ``TensorLayout`` is a tensor whose elements' places are known; what several ranks hold alike is there several times.
 Each kind of ``Sharding`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was
 divided. Nested divisions are undone with the innermost first.
+
+The arithmetic of ZeRO's division (``zero_starts`` and others) is as DeepSpeed computes it. Readers compare it with what
+a checkpoint or an engine records.
 """
 
 from __future__ import annotations
@@ -339,3 +342,50 @@ def _not_as_wide(number: int, stored: Mapping[int, int], width: int, count: int,
 
 def _listed(numbers: Sequence[int] | Mapping[int, TensorLayout]) -> str:
     return ", ".join(map(str, sorted(numbers)))
+
+
+def zero_starts(numels: Sequence[int], alignment: int) -> tuple[list[int], int]:
+    """Return where the parameters that ZeRO joins, of ``numels`` elements, begin, and where the last one ends.
+
+    Each but the last is padded to ``alignment`` elements.
+
+    >>> zero_starts([5, 3, 2], 4)
+    ([0, 8, 12], 14)
+    """
+    starts, at = [], 0
+    for number, elements in enumerate(numels):
+        starts.append(at)
+        at += elements
+        if number < len(numels) - 1:
+            at += -at % alignment
+    return starts, at
+
+
+def zero_share(total: int, ranks: int) -> int:
+    """Return the elements of each rank's part of ``total`` ones that ZeRO joined.
+
+    All are padded to a multiple of twice the number of ranks.
+
+    >>> zero_share(877, 4)
+    220
+    """
+    return -(-total // (2 * ranks)) * 2
+
+
+def zero_order(count: int, ranks: int) -> list[int]:
+    """Return the order in which ``round_robin_gradients`` joins parameters.
+
+    >>> zero_order(5, 2)
+    [0, 2, 4, 1, 3]
+    """
+    return sorted(range(count), key=lambda number: (number % ranks, number))
+
+
+def zero_range(n: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the elements of a parameter of ``n`` that a rank has in stage 3.
+
+    >>> [zero_range(5, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    each = -(-n // ranks)
+    return min(rank * each, n), min((rank + 1) * each, n)

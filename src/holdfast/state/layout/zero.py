@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import BadInput, ModelNotSupported
-from .flat_ranges import FlatRange
-from .zero_shares import cut, dealt, share_of, starts_of
+from .regions import FlatRange
+from .sharding import zero_order, zero_range, zero_share, zero_starts
 
 ALIGNED = 16
 """The alignment of parameters in bytes, under ``parameter_alignment``."""
@@ -90,11 +90,11 @@ def _flat_groups(optimizer: Any, *books: str) -> Iterator[Partition]:
         rank, ranks = _place_in(optimizer.real_dp_process_group[number])
         order = list(range(len(parameters)))
         if getattr(optimizer, "round_robin_gradients", False):
-            order = dealt(len(parameters), ranks)
+            order = zero_order(len(parameters), ranks)
         alignment = _alignment_of(optimizer, joined)
         in_order = [parameters[place] for place in order]
-        starts, total = starts_of([p.numel() for p in in_order], alignment)
-        size = share_of(total, ranks)
+        starts, total = zero_starts([p.numel() for p in in_order], alignment)
+        size = zero_share(total, ranks)
         _need(joined.numel() == size * ranks and len(shares) == ranks, f"how large group {number} is")
         _need(_is_flat(master) and master.numel() == size, f"how large a share of group {number} is")
         _need(all(_lies_at(share, joined, at * size) for at, share in enumerate(shares)), "where shares lie")
@@ -130,7 +130,7 @@ def _undealt(parameters: Sequence[nn.Parameter], share: int, size: int) -> list[
 
     DeepSpeed 0.19.8 describes them so where they are dealt out and not aligned.
     """
-    starts, _ = starts_of([p.numel() for p in parameters], 1)
+    starts, _ = zero_starts([p.numel() for p in parameters], 1)
     return [
         _member(p, tuple(p.shape), start - share, size) for p, start in zip(parameters, starts, strict=True)
     ]
@@ -198,7 +198,7 @@ def _part(optimizer: Any, parameter: Any, at: int) -> tuple[PartitionMember, int
     elements = prod(whole)
     _need(parameter.ds_numel == elements, f"how many elements a parameter {list(whole)} has")
     _need(held.status.name == "AVAILABLE" and parameter.ds_secondary_tensor is None, "that it is here, once")
-    first, stop = cut(elements, rank, ranks)
+    first, stop = zero_range(elements, rank, ranks)
     each = -(-elements // ranks)
     _need(held.dim() == 1 and held.numel() == held.ds_numel == each, f"how {list(whole)} is cut")
     _need(held.dtype == parameter.dtype, "that it is of the type that it computes in")

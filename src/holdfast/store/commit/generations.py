@@ -26,9 +26,10 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.quantities import shown
 from holdfast.store.disk import AnyDisk, OpenFile, write_durably
-from holdfast.store.drive_links import HOME, folders, unneeded
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, block_spans
-from holdfast.store.format.reference_files import REFERENCE, SAFETENSORS, Reference, is_reference
+from holdfast.store.drive_links import folders, unneeded
+from holdfast.store.format.manifest import HOME, REFERENCE, SAFETENSORS, is_reference
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, Layout, block_spans
+from holdfast.store.format.reference_files import Reference
 
 PIECES = 4
 """Number of checksum blocks in memory at once while ``write_through`` writes a file."""

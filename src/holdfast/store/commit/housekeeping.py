@@ -16,10 +16,9 @@ import xxhash
 
 from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.disk import TEMPORARY, AnyDisk, write_durably
-from holdfast.store.drive_links import HOME, data_paths, folders, unneeded
-from holdfast.store.format.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours
+from holdfast.store.drive_links import data_paths, folders, unneeded
+from holdfast.store.format.manifest import HOME, REFERENCE, CommitRef, FileRef, Manifest, Timeline, is_ours
 from holdfast.store.format.payload_files import encode_index, index_of, unverified_layout
-from holdfast.store.format.reference_files import REFERENCE
 from holdfast.store.log.segments import SegmentRef, segments, streams, stripe_paths, written_bytes
 from holdfast.store.log.striping import loose_stripes
 

@@ -24,8 +24,7 @@ from holdfast.store.commit.retention import (
     unneeded_segments,
     writer_of,
 )
-from holdfast.store.format.manifest import CommitRef, Manifest
-from holdfast.store.format.reference_files import is_reference
+from holdfast.store.format.manifest import CommitRef, Manifest, is_reference
 from holdfast.store.joined_nodes import STREAMS
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams

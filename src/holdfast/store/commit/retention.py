@@ -7,11 +7,12 @@ stays as long as a commit needs a record in it.
 
 Commits are ranked by a metric that the script measured at their steps. A commit records its metrics in its manifest, so
 the ranking is the same after a resume and in a copy of the run. NaN has no rank, and of equal values the older commit
-is better.
+is better. With ``Keep(best=k, metric=name)`` a step becomes a snapshot if no ``k`` retained ones of the run's line are
+better (``is_among_best``).
 
 A copy of weights is one file of safetensors, ``weights/step-000000001000.t0001.safetensors``, named by the step and the
 timeline in which it was made. No commit needs it, it needs nothing, and it is kept for good. Called by the writers of
-commits, by pruning and by ``saved_weights``. Sizes are bytes.
+commits, by pruning, by ``saved_weights`` and by ``Checkpointer.step``. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isnan
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.errors import BadInput
 from holdfast.events import is_log
@@ -29,6 +30,10 @@ from holdfast.store.disk import TEMPORARY, AnyDisk
 from holdfast.store.drive_links import data_paths
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
 from holdfast.store.log.segments import steps_of_segments, streams
+
+if TYPE_CHECKING:
+    from holdfast.distributed import Ranks
+    from holdfast.store.run_store import LocalStore
 
 HOUR = 3600.0
 
@@ -395,3 +400,51 @@ def remove_unfinished(disk: AnyDisk) -> None:
     for name in disk.listdir(WEIGHTS):
         if name.endswith(TEMPORARY) and _NAME.fullmatch(name.removesuffix(TEMPORARY)):
             disk.unlink(f"{WEIGHTS}/{name}")
+
+
+def checked_metrics(metrics: Mapping[str, Any], keep: Keep) -> dict[str, float]:
+    """Return ``metrics`` as plain numbers, tensors and arrays of one element among them.
+
+    Raises ``BadInput`` for other values, and if the metric that ``keep`` ranks by is not among them.
+    """
+    if not isinstance(metrics, Mapping):
+        raise BadInput(f'metrics = {metrics!r} is no dictionary, such as {{"eval_loss": 2.31}}')
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        number = _number(value)
+        if not isinstance(name, str) or number is None:
+            raise BadInput(f"metrics has {name!r}: {value!r}, and takes a number by its name")
+        found[name] = number
+    if keep.best is not None and keep.metric not in found:
+        raise BadInput(
+            f"metrics has {', '.join(map(repr, found)) or 'nothing'}, and Keep(best={keep.best}) ranks by"
+            f" {keep.metric!r}: give that as well, or leave out metrics= at this step"
+        )
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or the one in a tensor or an array of one element, as Python's; None for anything else."""
+    with suppress(RuntimeError, ValueError):  # of several elements
+        found = value.item() if hasattr(value, "item") else value
+        return found if type(found) in (int, float) else None
+    return None
+
+
+def is_among_best(metrics: Mapping[str, float], keep: Keep, store: LocalStore, ranks: Ranks) -> bool:
+    """Return whether the current step is to be kept as one of the best.
+
+    Collective: every rank must call this. Raises ``BadInput``, on all ranks, unless all have the same ``metrics``.
+    """
+    gathered = [
+        repr(sorted(each.items())) for each in ranks.everyone(dict(metrics))
+    ]  # as text, NaN is equal to itself
+    if len(set(gathered)) > 1:
+        raise BadInput(
+            f"metrics is not the same on all ranks (rank {ranks.rank} has {dict(metrics)}). Average it over the ranks"
+            " before step()."
+        )
+    if keep.best is None or keep.metric is None:
+        return False
+    value = metrics[keep.metric]
+    return ranks.first_does(lambda: store.is_among_best(value))

@@ -1,14 +1,18 @@
-"""The manifests, small JSON files that define commits, and the records of timelines.
+"""The manifests, small JSON files that define commits, the records of timelines, and the seal of such JSON.
 
-No manifest, no commit. Manifests and timeline records are sealed (``checksummed_json``). Sizes are bytes, times are
-unix seconds.
+No manifest, no commit. Files and headers that must not be believed when damaged carry the digest of their own content
+(``seal``): the last line holds the xxh3_128 of every byte before it. So a flip of any bit is found without a canonical
+form of JSON, and a person can still read the file. Sizes are bytes, times are unix seconds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,10 +20,15 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from holdfast.store.drive_links import FOLDER, HOME
-from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unreadable, unseal
-from holdfast.store.format.reference_files import REFERENCE, SAFETENSORS, is_reference
+from holdfast.errors import HoldfastError, ManifestCorrupt, RunMismatch
 
+FORMAT, VERSION = "holdfast", 1
+_SEAL = ',\n "digest": "{}"\n}}\n'
+_SEAL_BYTES = len(_SEAL.format("0" * 32))
+HOME, FOLDER = "data", r"drive_[1-9]\d{0,2}"
+"""The directory of the payload files on the run's own drive, and the pattern of the names of those in it on others."""
+SAFETENSORS, REFERENCE = ".safetensors", ".reference"
+"""The suffixes of the names of payload files, and of reference files in their place."""
 ALONE = "rank-00000"
 """The log of a process that trains by itself, and of the first of several ranks."""
 WITH_REFERENCES = 2
@@ -29,6 +38,11 @@ _PAYLOAD_PATH = re.compile(rf"data/({FOLDER}/)?[^./\0][^/\0]*")
 _SMALL_PATH = re.compile(r"index/[^./\0][^/\0]*")
 _INDEX_NAME = re.compile(r"[0-9a-f]{32}\.json")
 _TIMELINE_NAME = re.compile(r"t(\d{4,})\.json")
+
+
+def is_reference(path: str) -> bool:
+    """Return whether the payload file at ``path`` is a reference file, by its name."""
+    return path.endswith(REFERENCE)
 
 
 class CommitRef(NamedTuple):
@@ -373,3 +387,61 @@ def library_version() -> str:
         return f"holdfast {version('holdfast')}"
     except PackageNotFoundError:  # run from a source tree
         return "holdfast from its source tree"
+
+
+def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
+    """Return ``table`` as JSON with its digest in the last line.
+
+    There is one line per key (and per item of "files"). A shorter text is padded with spaces to ``nbytes``.
+    """
+    lines = ",\n".join(f" {json.dumps(key)}: {_value(key, value)}" for key, value in table.items())
+    body = f"{{\n{lines}".encode().ljust(nbytes - _SEAL_BYTES)
+    return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
+
+
+def unseal(data: bytes, path: str, newest: int = VERSION) -> dict[str, Any]:
+    """Return the table sealed in ``data``, of a version up to ``newest``.
+
+    Raises ``ManifestCorrupt`` if any byte has changed, ``RunMismatch`` for another version of the format.
+    """
+    body = data[:-_SEAL_BYTES]
+    digest = xxhash.xxh3_128_hexdigest(body)
+    if data[-_SEAL_BYTES:] != _SEAL.format(digest).encode():
+        raise unreadable(path, "it fails its own digest", len(data))
+    with reading(path):
+        table = json.loads(data)
+        if table["format"] == FORMAT and table["version"] not in range(VERSION, newest + 1):
+            raise RunMismatch(
+                f"{path} has format version {table['version']}; this library reads {newest}: use a newer one"
+            )
+        if table["format"] != FORMAT:
+            raise ValueError(f"its format is {table['format']!r}")
+    return table
+
+
+def _value(key: str, value: Any) -> str:
+    if key != "files" or not value:
+        return json.dumps(value)
+    return (
+        "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()) + "}"
+    )
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn the errors that parsing raises into ``ManifestCorrupt``."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise unreadable(path, f"it does not read as one ({error!r})", 0) from error
+
+
+def unreadable(path: str, what: str, nbytes: int) -> ManifestCorrupt:
+    return ManifestCorrupt(
+        f"{path} is damaged: {what}. The step it stands for cannot be used; the older ones can:"
+        f" run again to resume from the newest whole one, or list them with `holdfast ls`.",
+        path=path,
+        nbytes=nbytes,
+    )

@@ -21,11 +21,9 @@ from holdfast.errors import FileMissing
 from holdfast.io.buffers import Buffer
 from holdfast.io.threads import File, open_file
 from holdfast.quantities import PAGE, MiB, round_up
-from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unseal
-from holdfast.store.format.file_names import Layout
+from holdfast.store.format.manifest import FORMAT, SAFETENSORS, VERSION, reading, seal, unseal
+from holdfast.store.format.payload_layout import Layout
 
-SAFETENSORS, REFERENCE = ".safetensors", ".reference"
-"""The suffixes of the names of payload files, and of reference files in their place."""
 WAYS_OUT = (
     "Put its files back as they were, or resume with the place of an unchanged copy:"
     " source= of holdfast.pretrained(FOLDER, reference=True)."
@@ -35,11 +33,6 @@ WAYS_OUT = (
 BUFFER_BYTES = 4 * MiB + 2 * PAGE
 """Bytes of a thread's buffer: a checksum block and the pages around it."""
 _threads = threading.local()
-
-
-def is_reference(path: str) -> bool:
-    """Return whether the payload file at ``path`` is a reference file, by its name."""
-    return path.endswith(REFERENCE)
 
 
 class Span(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.errors import Damaged, DiskFailed, Unreadable
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
-from holdfast.state.text_delta import lengthen
+from holdfast.state.encoding import lengthen
 from holdfast.store.commit.retention import ancestry
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.manifest import Manifest, Point

@@ -23,9 +23,8 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.quantities import PAGE, MiB, round_up
 from holdfast.store.disk import AnyDisk
-from holdfast.store.format.checksummed_json import FORMAT, VERSION, seal
-from holdfast.store.format.file_names import block_spans
-from holdfast.store.format.manifest import Timeline
+from holdfast.store.format.manifest import FORMAT, VERSION, Timeline, seal
+from holdfast.store.format.payload_layout import block_spans
 from holdfast.store.log.segments import KINDS, SegmentRef
 from holdfast.store.log.striping import (
     SegmentFile,

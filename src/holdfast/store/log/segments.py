@@ -23,9 +23,8 @@ from holdfast.errors import ChunkCorrupt, Damaged, DiskFailed, FileMissing, Mani
 from holdfast.io.queue import IOQueue
 from holdfast.quantities import PAGE, MiB, round_up
 from holdfast.store.disk import AnyDisk
-from holdfast.store.format.checksummed_json import unseal
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, block_spans
-from holdfast.store.format.manifest import Timeline
+from holdfast.store.format.manifest import Timeline, unseal
+from holdfast.store.format.payload_layout import CHECKSUM_BLOCK, block_spans
 from holdfast.store.log.striping import (
     SegmentFile,
     Stripes,

@@ -28,8 +28,8 @@ from holdfast.errors import Damaged, DiskFailed, FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
 from holdfast.quantities import PAGE, MiB
 from holdfast.store.disk import AnyDisk, OpenFile
-from holdfast.store.drive_links import FOLDER, HOME, Drive, lost_drive, own_folders, unneeded
-from holdfast.store.format.checksummed_json import FORMAT, seal, unseal
+from holdfast.store.drive_links import Drive, lost_drive, own_folders, unneeded
+from holdfast.store.format.manifest import FOLDER, FORMAT, HOME, seal, unseal
 
 STRIPE_BYTES = 4 * MiB
 MOST_STRIPES = 32

@@ -1,7 +1,9 @@
-"""The application of log records to a live model and its optimizers, each as the step it was.
+"""Log records: the making of one from a completed step, and its replay into a live model and its optimizers.
 
-Each optimizer runs its own ``step``, without hooks, on the gradients that training consumed, with the hyper-parameters
-of that step. After each step the state is compared with a fingerprint; replay stops where they differ. Called by
+A record is immutable and builds on the one before it: it has the buffers that have changed, and the new end of a text
+that grew. In a replay each optimizer runs its own ``step``, without hooks, on the gradients that training consumed,
+with the hyper-parameters of that step. After each step the state is compared with a fingerprint, of the bytes that the
+builder sampled; replay stops where they differ. Records are built for ``DurabilityBackend``. They are replayed by
 ``lineage``, and by a replica's server for every step.
 """
 
@@ -17,20 +19,125 @@ import xxhash
 
 from holdfast import failpoints
 
-from ...accelerators import is_accelerator
+from ...accelerators import devices_of, is_accelerator
+from ...errors import BadInput
 from ...state.capture import CapturedParameter
-from ...state.encoding import decode
-from ...state.layout.ownership import is_distributed, local_of
+from ...state.encoding import decode, shorten
+from ...state.layout.regions import is_distributed, local_of
 from ...state.live_state import BUFFERS, LiveState
 from ...state.plain_tensors import flat_bytes
-from ...state.progress import load_hyper_parameters
+from ...state.progress import draw_again, load_hyper_parameters
+from ..arithmetic import autocast_as
 from ..capture.closures import closure_again
-from ..capture.optimizer_hooks import CONSUMED, scale
-from ..capture.rng_draws import draw_again
-from ..capture.staging_buffers import tensors_of
+from ..capture.optimizer_hooks import CONSUMED, Update, scale
+from ..capture.staging_buffers import AsyncHostCopy, tensors_of
+from ..capture.state_digests import digest, digest_of
 from ..compression import codecs
 from ..compression.codecs import ShardingMismatch
-from ..numerics import autocast_as
+from ..snapshot.snapshot_image import image_of
+from .recorder import FinalizedStep
+
+FOLLOWS = "follows"
+"""The key of the digest of the state that a record follows, in records after a snapshot that the script asked for."""
+SAMPLES = ""
+"""The key, beside those of buffers, of the bytes from which the fingerprint is made."""
+
+
+class RecordBuilder:
+    """The builder of one run's records.
+
+    Buffers are recorded when they differ from the last recorded value. With ``shortens``, so are long texts of the
+    script: of a text that grew only the addition is recorded.
+    """
+
+    def __init__(self, state: LiveState, shortens: bool = False) -> None:
+        self._digests: dict[str, str] = {}
+        self._views = FlatViews()
+        self._shortens = shortens
+        self._progress: dict[str, Any] | None = None
+        """The progress of the record before, with full texts; None if the next record must not depend on it."""
+        self._forgotten = False
+        self._follows: tuple[int, str] | None = None
+        """A step, and the digest of the state that the record after it follows; None if records lead there."""
+        self._kinds = {key: (atom.dtype, atom.shape) for key, (atom, _) in state.buffers().items()}
+
+    def forget(self) -> None:
+        """Make the next record independent of earlier ones, because it follows a snapshot."""
+        self._forgotten = True
+
+    def follow(self, state: LiveState, step: int) -> None:
+        """Have the record after ``step`` say what state it follows, because records may lead to another one.
+
+        That is so where the script changed the state after the last step, and only a snapshot holds the change. A
+        replay from an earlier snapshot then ends before that record.
+        """
+        self._follows = step, digest_of(state, [parameter.name for parameter in state.stored])
+
+    def seal(
+        self, state: LiveState, step: int, updates: Sequence[Update], progress: dict[str, Any], base_step: int
+    ) -> FinalizedStep:
+        """Build the record of ``step``, at which ``state`` is.
+
+        Data on a device is added to the record once it has left the device.
+        """
+        parts, slots = [], []
+        forgotten, self._forgotten = self._forgotten, False
+        told = shorten(progress, None if forgotten else self._progress)
+        self._progress = progress if self._shortens else None
+        about: dict[str, Any] = {"base": base_step, "updates": [], "buffers": None, "progress": told}
+        if self._follows is not None and self._follows[0] == step - 1:
+            about[FOLLOWS] = self._follows[1]
+        self._follows = None
+        for update in updates:
+            assert update.slot is not None and update.part is not None
+            about["updates"].append({**update.about(), "part": len(parts)})
+            parts.append(update.part)
+            if update.slot not in slots:
+                slots.append(update.slot)
+        seen = self._buffers(state) | {SAMPLES: sampled(state.stored, step, self._views)}
+        sealed = FinalizedStep(step, about, tuple(parts), tuple(slots))
+        if devices_of(seen.values()):
+            leaving = AsyncHostCopy(seen)
+            sealed.finish = lambda: self._put(sealed, leaving.arrived(), forgotten)
+            sealed.late_bytes = sum(tensor.nbytes for tensor in seen.values())
+        else:
+            self._put(sealed, seen, forgotten)
+        return sealed
+
+    def _put(self, sealed: FinalizedStep, seen: dict[str, torch.Tensor], forgotten: bool) -> None:
+        """Add to the record the fingerprint and the changed buffers among ``seen``. Called in the order of steps."""
+        if forgotten:
+            self._digests.clear()
+        samples, changed = seen.pop(SAMPLES), {}
+        for key, tensor in seen.items():
+            now = digest(tensor)
+            if self._digests.get(key) != now:
+                self._digests[key] = now
+                changed[key] = tensor
+        if changed:
+            sealed.about["buffers"] = len(sealed.parts)
+            sealed.parts += (image_of(changed),)
+        sealed.about["fingerprint"] = hashed(samples)
+
+    def _buffers(self, state: LiveState) -> dict[str, torch.Tensor]:
+        """Return all buffers. Raises ``BadInput`` for one whose shape or dtype has changed."""
+        found = {}
+        for key, (atom, tensor) in state.buffers().items():
+            now = (atom.dtype, atom.shape)
+            was = self._kinds.setdefault(key, now)
+            if now != was:
+                raise BadInput(
+                    f"buffer {atom.name} was {_told(was)} and is {_told(now)} now, which a resume could not put back."
+                    " Give it its final shape and dtype, or register it with persistent=False."
+                )
+            found[key] = tensor
+        return found
+
+
+def _told(kind: tuple[str, tuple[int, ...]]) -> str:
+    dtype, shape = kind
+    return f"{dtype} {shape}"
+
 
 SAMPLED_BYTES = 64
 """Bytes of each parameter that go into a fingerprint."""

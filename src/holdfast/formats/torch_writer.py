@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import BadInput
-from ...state.encoding import decode
-from ...state.tensor_entries import CARRIED
-from ...store.disk import Disk
-from ..entry_keys import EXTRA, nested
-from ..entry_matching import groups_by_optimizer
-from ..source import Source, SourceTensor
-from ..torch_archive.archive_writer import Streamed, save_torch_durably, streamed
+from ..errors import BadInput
+from ..state.encoding import decode
+from ..state.tensor_entries import CARRIED
+from ..store.disk import Disk
+from .entry_keys import EXTRA, nested
+from .entry_matching import groups_by_optimizer
+from .source import Source, SourceTensor
+from .torch_archive.archive_writer import Streamed, save_torch_durably, streamed
 
 SUFFIXES = (".pt", ".pth")
 MODEL, OPTIMIZER, OPTIMIZERS, STEP, RANDOM = "model", "optimizer", "optimizers", "step", "random"

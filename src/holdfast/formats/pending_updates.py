@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...errors import Damaged
-from ...optim.mezo import pending_of
-from ...state.tensor_entries import PENDING, SEED, STEP
-from ..source import SourceTensor
+from ..errors import Damaged
+from ..optim.mezo import pending_of
+from ..state.tensor_entries import PENDING, SEED, STEP
+from .source import SourceTensor
 
 ReadPart = Callable[[int, int, memoryview], None]
 """A function that fills a buffer with the stored bytes of a part, from an offset on."""

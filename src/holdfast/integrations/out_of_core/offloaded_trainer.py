@@ -22,7 +22,6 @@ import transformers
 from transformers import Trainer
 
 from ...errors import BadInput
-from ...models.pretrained import Weights
 from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
 from ...offload.model.quantised_layers import is_quantised
@@ -225,12 +224,15 @@ class OffloadedSteps(Trainer):
         device, from host memory or from the folder of ``source``."""
         model, source = self.model, self._engine_options.get("source")
         assert model is not None
+        has: Any = (
+            getattr(source, "has", None) if self._offloaded is None else None
+        )  # a folder is as before training
         is_whole = any(map(is_quantised, model.modules()))  # these layers come to a device in their own way
         absent = [parameter for parameter in model.parameters() if parameter.is_meta]
-        if absent and (is_whole or not isinstance(source, Weights) or not all(map(source.has, absent))):
+        if absent and (is_whole or has is None or not all(map(has, absent))):
             raise BadInput("the model has no values in memory: evaluate after train(), with the engine open")
         with ExitStack() as there:
-            if isinstance(source, Weights) and absent:
+            if source is not None and absent:
                 there.enter_context(computing_on(self.args.device, model, source.read))
             elif self.place_model_on_device and is_whole:
                 super()._move_model_to_device(model, self.args.device)  # type: ignore[arg-type]

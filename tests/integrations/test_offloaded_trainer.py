@@ -326,6 +326,9 @@ def test_a_model_on_meta_begins_from_its_folder(tmp_path):
     assert all(parameter.is_meta for parameter in empty.parameters())
     trainer.train()
     trainer.save_model(tmp_path / "saved")
+    trainer.engine.close()
+    with pytest.raises(BadInput, match="no values in memory"):
+        trainer.evaluate()
     plain = make(offloaded(Trainer), tmp_path / "b", max_steps=2)
     assert plain.evaluate()["eval_loss"] == before["eval_loss"]
     plain.train()

@@ -227,15 +227,17 @@ class OffloadedSteps(Trainer):
         """Compute with the model before ``train`` or after the engine is closed: one block at a time comes to the
         device, from host memory or from the folder of ``source``."""
         model, source = self.model, self._engine_options.get("source")
-        folder = source if hasattr(source, "has") else None  # of ``holdfast.pretrained``
         assert model is not None
+        has: Any = (
+            getattr(source, "has", None) if self._offloaded is None else None
+        )  # a folder is as before training
         is_whole = any(map(is_quantised, model.modules()))  # these layers come to a device in their own way
         absent = [parameter for parameter in model.parameters() if parameter.is_meta]
-        if absent and (is_whole or folder is None or not all(map(folder.has, absent))):
+        if absent and (is_whole or has is None or not all(map(has, absent))):
             raise BadInput("the model has no values in memory: evaluate after train(), with the engine open")
         with ExitStack() as there:
-            if folder is not None and absent:
-                there.enter_context(computing_on(self.args.device, model, folder.read))
+            if source is not None and absent:
+                there.enter_context(computing_on(self.args.device, model, source.read))
             elif self.place_model_on_device and is_whole:
                 super()._move_model_to_device(model, self.args.device)  # type: ignore[arg-type]
             elif self.place_model_on_device:

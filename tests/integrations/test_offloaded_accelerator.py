@@ -497,18 +497,6 @@ def test_a_schedule_that_is_not_prepared_is_told_of(tmp_path, is_prepared):
     assert bool(told) != is_prepared and all("accelerator.prepare" in each for each in told)
 
 
-def test_gradients_that_are_kept_after_a_step_are_refused(tmp_path):
-    accelerator = out_of_core(tmp_path, clipping=None)(cpu=True)
-    net = model()
-    net, optimizer, loader = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(Texts(6), batch_size=2)
-    )
-    with pytest.raises(BadInput, match="zero_grad was not called since the last optimizer step"):
-        for batch in loader:
-            accelerator.backward(net(**batch).loss)
-            optimizer.step()
-
-
 def test_accumulation_by_hand_is_refused(tmp_path):
     accelerator, net, _, loader = prepared(tmp_path)
     net.train()

@@ -36,7 +36,7 @@ from ..shared.position import Batches
 from .loop_step import LoopStep
 from .model_calls import ModelCall, settings_of
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
-from .script_model import left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
+from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 
 
 class OffloadedLoop:
@@ -57,8 +57,6 @@ class OffloadedLoop:
         """True if the newest step was completed, to save it, before the loop asked for the next batches."""
         self._was_clipped = False
         """True from a call that clips to that of the optimizer: the engine has done the step."""
-        self._keeps_gradients = False
-        """True from the optimizer's step to a call of ``zero_grad``."""
         self._hyper: list[dict[str, Any]] = []
         """The hyper-parameters that the engine has done the newest step with."""
         self._is_broken_off = False
@@ -134,7 +132,7 @@ class OffloadedLoop:
         if isinstance(optimizer, MeZO):
             raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
-        vars(optimizer)["zero_grad"] = MethodType(lambda *_, **__: self.zero_grad(), optimizer)
+        vars(optimizer)["zero_grad"] = MethodType(do_nothing, optimizer)
         usual: dict[str, Any] = {
             "device": str(self._accelerator.device),
             "precision": precision_of(self.model, mixed=self._accelerator.mixed_precision == "bf16"),
@@ -212,19 +210,10 @@ class OffloadedLoop:
             self._step = self._begun(engine, computes)
         return self._taking(self._step.output)(args, kwargs)
 
-    def zero_grad(self) -> None:
-        """Note that gradients are to begin anew, as they do in every step of the engine."""
-        self._keeps_gradients = False
-
     def backward(self, loss: Any) -> None:
         """Take the loss of the newest output, as accelerate divides it."""
         if self._step is None:
             raise BadInput("accelerator.backward was called without an output of the model in training mode")
-        if self._keeps_gradients:
-            self._refuse(
-                "zero_grad was not called since the last optimizer step, so gradients of several steps would add up,"
-                " which they do not in the engine: call optimizer.zero_grad() after each optimizer.step()"
-            )
         self._taking(self._step.take_loss)(loss)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -267,7 +256,7 @@ class OffloadedLoop:
                 "the optimizer's param_groups were changed between clip_grad_norm_ and optimizer.step(), and the engine"
                 " does the step when it clips: change them before clip_grad_norm_ or after optimizer.step()"
             )
-        self._was_clipped, self._keeps_gradients = False, True
+        self._was_clipped = False
 
     def _hyper_now(self) -> list[dict[str, Any]]:
         return hyper_parameters(innermost(self._accelerator._optimizers[0]).param_groups)

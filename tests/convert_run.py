@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.formats.dcp.dcp_writer import write_dcp
 from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
-from holdfast.formats.readers import open_source
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
 from holdfast.formats.run_directory import write_run
 from holdfast.formats.torch_writer import write_torch

@@ -14,7 +14,7 @@ from formats.deepspeed_files import random_state, write, write_universal
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import ChunkCorrupt, Damaged, RuleError
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.readers import open_source
+from holdfast.formats.foreign_formats import open_source
 from holdfast.store.reader import RunReader
 
 SHAPES = {"0.weight": (12, 10), "0.bias": (12,), "1.weight": (7, 12), "1.bias": (7,)}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NoCommit
-from .formats.readers import is_of_others, open_source
+from .formats.foreign_formats import is_of_others, open_source
 from .formats.run_directory import CommitSource
 from .formats.source import Source, looking_at
 from .regular_files import home_path

@@ -14,7 +14,7 @@ from fork_server import fill_disk
 from formats.deepspeed_files import random_state, write
 from formats.test_deepspeed import bits
 from holdfast.errors import DiskFull
-from holdfast.formats.readers import open_source
+from holdfast.formats.foreign_formats import open_source
 from holdfast.opening import source_of
 
 pytestmark = pytest.mark.root

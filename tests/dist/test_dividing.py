@@ -9,7 +9,7 @@ import torch
 from dist.training import Mlp
 from dist.world import World
 from formats.deepspeed_files import random_state, write
-from holdfast.formats.readers import open_source
+from holdfast.formats.foreign_formats import open_source
 from holdfast.store.reader import RunReader
 from survive_run import digest
 

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import ChunkCorrupt, Damaged
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.load import ReadTarget, read_all
-from holdfast.formats.readers import open_source
 from holdfast.formats.readers.safetensors_files import header_of
 from holdfast.formats.source import ReadFiles, SourceTensor
 from holdfast.formats.torch_archive import pickles

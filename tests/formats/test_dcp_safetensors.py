@@ -13,7 +13,7 @@ from dist.world import World
 from formats.test_dcp import bits, read
 from holdfast.errors import Damaged, FileMissing
 from holdfast.formats.dcp.dcp_reader import DcpFolder
-from holdfast.formats.readers import open_source
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.readers.safetensors_files import ShardedSafetensors
 
 pytestmark = pytest.mark.filterwarnings(

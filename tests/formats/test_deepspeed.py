@@ -20,8 +20,8 @@ from formats.deepspeed_files import load, random_state, save, write
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.formats.deepspeed.deepspeed_contents import is_deepspeed
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.load import read_flat
-from holdfast.formats.readers import open_source
 from holdfast.state.encoding import decode
 
 SHAPES = [

@@ -13,8 +13,8 @@ from holdfast.errors import BadInput, DiskFull
 from holdfast.formats import load
 from holdfast.formats.deepspeed import deepspeed_writer as module
 from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.memory_source import InMemory
-from holdfast.formats.readers import open_source
 from holdfast.formats.rules_source import UnderRules
 from holdfast.formats.source import places_of
 from holdfast.state.rules.rule_language import Rules

@@ -11,8 +11,8 @@ import torch
 from formats.deepspeed_files import State, load, save, write
 from formats.test_deepspeed import bits
 from holdfast.errors import BadInput, Damaged, FileMissing
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.load import unequal_copies
-from holdfast.formats.readers import open_source
 
 TENSOR, VOCABULARY = 2, 37
 EMBED, NORM, BIAS = (

@@ -13,8 +13,8 @@ from formats.deepspeed_files import random_state, save, write, write_universal
 from formats.test_deepspeed import SHAPES, bits, expected, state_of
 from holdfast.errors import BadInput, Damaged, FileMissing
 from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.memory_source import InMemory
-from holdfast.formats.readers import open_source
 from holdfast.formats.torch_archive import archive_writer
 from holdfast.formats.torch_archive.archives import Archive, Plain
 from holdfast.state.encoding import decode, encode

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from formats.test_saved import exact  # noqa: E402
 from holdfast.checkpointer import Checkpointer  # noqa: E402
 from holdfast.errors import Damaged, RunMismatch  # noqa: E402
-from holdfast.formats.readers import open_source  # noqa: E402
+from holdfast.formats.foreign_formats import open_source  # noqa: E402
 from holdfast.formats.restore import read_tensors  # noqa: E402
 from holdfast.sources import From, under_names_of  # noqa: E402
 from holdfast.state.layout.regions import Region  # noqa: E402

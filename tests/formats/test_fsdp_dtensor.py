@@ -12,7 +12,7 @@ from torch import nn
 from formats.test_saved import exact
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import Damaged, FileMissing
-from holdfast.formats.readers import format_of, open_source
+from holdfast.formats.foreign_formats import format_of, open_source
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:beginning from .* it has no random numbers"

@@ -10,7 +10,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 
 from formats.test_saved import exact  # noqa: E402
 from holdfast.checkpointer import Checkpointer  # noqa: E402
-from holdfast.formats.readers import open_source  # noqa: E402
+from holdfast.formats.foreign_formats import open_source  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:beginning from .* it has no random numbers")
 

@@ -17,9 +17,9 @@ from torch import nn
 from formats.megatron_files import GROUPS, HEADS, SIZES, STEP, Chunk, Chunked, How, State, state, write
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, RunMismatch
+from holdfast.formats.foreign_formats import format_of, open_source
 from holdfast.formats.load import read_flat
 from holdfast.formats.megatron.megatron_contents import named, shard_of, unstacked
-from holdfast.formats.readers import format_of, open_source
 from holdfast.sources import From
 from holdfast.state.encoding import decode
 

@@ -32,8 +32,8 @@ from formats.rank_writers import (
 from formats.test_saved import exact, go_on, state_of, tensors_of
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, Damaged, FileMissing, HoldfastError
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.load import check_all, refuse_unequal
-from holdfast.formats.readers import open_source
 from holdfast.formats.torch_archive import pickles
 from holdfast.formats.torch_archive.distributed_tensors import local_tensor
 

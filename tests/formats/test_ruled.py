@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, RuleError
 from holdfast.formats.entry_matching import groups_of
+from holdfast.formats.foreign_formats import format_of, open_source
 from holdfast.formats.load import refuse_unequal, unequal_copies
 from holdfast.formats.memory_source import InMemory
-from holdfast.formats.readers import format_of, open_source
 from holdfast.formats.restore import read_tensors
 from holdfast.formats.rules_source import UnderRules
 from holdfast.opening import source_of

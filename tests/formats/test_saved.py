@@ -24,7 +24,7 @@ from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
 from holdfast.formats import state_dict_progress
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.readers import open_source
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.restore import read_tensors
 from holdfast.opening import source_of
 from holdfast.sources import From

@@ -16,8 +16,8 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 from formats.test_saved import exact, tensors_of  # noqa: E402
 from holdfast.checkpointer import Checkpointer  # noqa: E402
 from holdfast.errors import Damaged, HoldfastError  # noqa: E402
+from holdfast.formats.foreign_formats import open_source  # noqa: E402
 from holdfast.formats.load import check_all  # noqa: E402
-from holdfast.formats.readers import open_source  # noqa: E402
 from holdfast.state.encoding import decode  # noqa: E402
 from tiny_folders import gpt2, llama_tied  # noqa: E402
 

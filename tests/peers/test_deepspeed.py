@@ -11,8 +11,8 @@ from torch import nn
 import holdfast
 from formats.deepspeed_files import State, write
 from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.load import read_flat
-from holdfast.formats.readers import open_source
 from holdfast.formats.torch_archive.archives import Archive
 from holdfast.formats.torch_archive.pickles import PickledObject, Tensor
 from holdfast.state.encoding import decode

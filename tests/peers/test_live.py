@@ -15,7 +15,7 @@ from combined import CAMPAIGN
 from dist.awkward import out_of_core
 from dist.awkward_decoder import Form
 from holdfast.cli.main import app
-from holdfast.formats.readers import open_source
+from holdfast.formats.foreign_formats import open_source
 from holdfast.state.encoding import decode
 from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of

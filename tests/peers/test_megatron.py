@@ -14,8 +14,8 @@ import torch
 
 from dist.world import World
 from holdfast.errors import Damaged
+from holdfast.formats.foreign_formats import open_source
 from holdfast.formats.load import read_flat
-from holdfast.formats.readers import open_source
 from holdfast.sources import From
 from holdfast.state.encoding import decode
 from peers.launching import parameters_asked

@@ -230,13 +230,13 @@ def is_foreign(text: str) -> bool:
     path = Path(text)
     if (path / "commits").is_dir() or not path.exists():
         return False
-    from ..formats.readers import is_of_others
+    from ..formats.foreign_formats import is_of_others
 
     return is_of_others(path)
 
 
 def open_foreign(text: str) -> Source:
-    from ..formats.readers import open_source
+    from ..formats.foreign_formats import open_source
 
     return open_source(Path(text))
 

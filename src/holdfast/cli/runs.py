@@ -71,7 +71,7 @@ def open_run(place: Path | Url) -> RunReader:
 
 def _refuse_foreign(path: Path) -> None:
     """Raise ``NoCommit`` if ``path`` is a checkpoint of another library, which other commands read."""
-    from ..formats.readers import format_of
+    from ..formats.foreign_formats import format_of
 
     if (found := format_of(path)) is not None:
         raise NoCommit(

@@ -27,8 +27,8 @@ from ..store.format.payload_layout import CHECKSUM_BLOCK, METADATA, PAD, Layout
 from ..store.reader import RunReader
 from ..store.run_store import LocalStore
 from .entry_keys import KEY, ShapeAndType, name_all
+from .foreign_formats import format_of, is_of_others
 from .load import read_flat
-from .readers import format_of, is_of_others
 from .source import Source, SourceTensor, StoredArray, with_aliases
 from .state_dict_progress import add_or_tell, progress_of, state_dict_of
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.data import IterableDataset
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
 
-from transformers import LlamaForCausalLM, Trainer  # noqa: E402
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback  # noqa: E402
 
 import holdfast  # noqa: E402
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
@@ -159,19 +161,41 @@ def full(*_):
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
+class Room(NamedTuple):
+    free: int
+
+
 def test_what_is_saved_has_the_weights_of_the_engine(tmp_path, monkeypatch):
+    put, found = script_model._Pages.put, []
+
+    def noted(pages, value):
+        found.append((value, put(pages, value)))
+        return found[-1][1]
+
+    monkeypatch.setattr(script_model._Pages, "put", noted)
     trainer = make(offloaded(Trainer), tmp_path / "out", save_strategy="steps", save_steps=3, max_steps=4)
     trainer.train()
-    trainer.save_model(tmp_path / "saved")
+
+    def saved_in(folder):
+        """Save the model, and return the numbers of tensors that were in the file and in memory."""
+        found.clear()
+        trainer.save_model(tmp_path / folder)
+        return Counter(given is not kept for given, kept in found)
+
+    count = len(trainer.engine.held.captured.parameters)
+    assert saved_in("saved") == {True: count}
     values = trainer.engine.state_dict()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert digest(dict(loaded.state_dict())) == digest(values)
-    assert [*(tmp_path / "out" / "_holdfast" / "scratch").glob("tmp*")] == []
-    monkeypatch.setattr(script_model._Pages, "put", full)
-    trainer.save_model(tmp_path / "again")
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
-        tmp_path / "saved" / "model.safetensors"
-    ).read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(script_model.os, "pwrite", full)  # the disk gets full
+        assert saved_in("full") == {False: count}
+    nbytes = sum(value.nbytes for value in values.values())
+    with monkeypatch.context() as patched:  # too little for the file and what is saved
+        patched.setattr(script_model.shutil, "disk_usage", lambda _: Room(nbytes * 3 // 2))
+        assert saved_in("small") == {}
+    expected = (tmp_path / "saved" / "model.safetensors").read_bytes()
+    assert all((tmp_path / each / "model.safetensors").read_bytes() == expected for each in ("full", "small"))
     folder = tmp_path / "out" / "checkpoint-3"
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
     assert (folder / "model.safetensors").exists() and (folder / "scheduler.pt").exists()
@@ -231,19 +255,49 @@ class Stream(IterableDataset):
         return iter(Texts()[i] for i in range(22))
 
 
-def test_batches_left_at_the_end_of_a_stream_are_of_the_next_step(tmp_path):
+class Means(Trainer):
+    """Losses are means of micro-batches, which the trainer divides."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+@pytest.mark.parametrize("kind", [Trainer, Means])
+def test_batches_left_at_the_end_of_a_stream_are_of_the_next_step(tmp_path, kind):
     """Three steps of three micro-batches, and two more, whose gradients the trainer carries into its next pass."""
     options = {"max_steps": 5, "train_dataset": Stream()}
-    plain = make(Trainer, tmp_path / "plain", **options)
+    plain = make(kind, tmp_path / "plain", **options)
     plain.train()
-    for event in ("on_step_end", None):
-        trainer = make(
-            offloaded(Trainer), tmp_path / "run", callbacks=[Interrupt(3, event)] if event else [], **options
-        )
-        with pytest.raises(Interrupted) if event else nullcontext():
+    for step in (3, 4, None):
+        callbacks = [] if step is None else [Interrupt(step, "on_step_end")]
+        trainer = make(offloaded(kind), tmp_path / "run", callbacks=callbacks, **options)
+        with nullcontext() if step is None else pytest.raises(Interrupted):
             trainer.train()
         close_engines()
     same(logged(trainer), logged(plain))
+
+
+class EndsEpochs(TrainerCallback):
+    """Ends the first epoch after the first micro-batch of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop |= state.global_step == self.step
+
+
+@pytest.mark.parametrize("step, expected", [(1, [1, 2, 3, 4]), (3, [1, 2, 3, 4])])
+def test_an_epoch_that_ends_amid_a_step_ends_after_it(tmp_path, step, expected):
+    """The step is done and counted; what was asked for in batches left at the end of a pass is over with it."""
+    trainer = make(
+        offloaded(Trainer), tmp_path, max_steps=4, train_dataset=Stream(), callbacks=[EndsEpochs(step)]
+    )
+    trainer.train()
+    assert [entry["step"] for entry in logged(trainer)][:4] == expected
+    assert trainer.engine.steps_done == trainer.state.global_step == 4
 
 
 def counted(compute_loss, seen, *args, **kwargs):

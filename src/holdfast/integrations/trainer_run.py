@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from ..checkpoint.options import Exactness
 from ..checkpointer import Checkpointer
@@ -312,7 +313,7 @@ class Training:
             "processes": args.world_size,
             "batch_size": self._trainer._train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "dataset length": len(data) if hasattr(data, "__len__") else None,
+            "dataset length": len(data) if has_length(data) else None,
         }
 
     def _pending(self) -> Any:

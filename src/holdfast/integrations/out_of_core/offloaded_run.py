@@ -70,14 +70,13 @@ class OffloadedTraining(Training):
         self._counted_step = -1
         """The number of steps that the trainer had counted when the engine did the present one."""
         self._loss = threading.local()
-        """The loss that the micro-batch on this thread would go backward from."""
+        """The loss that the micro-batch on this thread would go backward from, and ``fetched_with``."""
         self._processes = trainer.args.world_size
-        self._agreed = AgreedControl(trainer) if self._processes > 1 else None
+        self._agreed = AgreedControl(trainer)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self._agreed is not None:
-            self._agreed.close()
+        self._agreed.close()
         if self.engine is None or error[0] is None or self.engine.is_closed:
             return
         if self._processes == 1:
@@ -100,12 +99,12 @@ class OffloadedTraining(Training):
             batches = len(loader) if has_length(loader) else None
             refuse_unlike_processes({"batches in an epoch": batches, **self._same()})
         optimizer.step = MethodType(left_to_the_engine(do_nothing), optimizer)
-        norm = trainer.args.max_grad_norm
+        norm, fetched = trainer.args.max_grad_norm, trainer.args.gradient_accumulation_steps
         usual: dict[str, Any] = {
             "device": str(trainer.args.device),
             "precision": precision_of(trainer.model, mixed=trainer.args.bf16),
             "clipping": norm if norm and norm > 0 else float("inf"),
-            "micro_batches": trainer.args.gradient_accumulation_steps,
+            "micro_batches": fetched if has_length(loader) else 2 * fetched - 1,  # with batches carried over
         }
         self.engine = offload(
             trainer.model, optimizer, self._run, loader=self, normalize="sum", **(usual | self._options)
@@ -123,6 +122,7 @@ class OffloadedTraining(Training):
 
     def begin_epoch(self, args: Any, state: Any, control: Any) -> Any:
         control = super().begin_epoch(args, state, control)
+        self._agreed.begin_epoch()
         if self._restored is None:
             self._agree(control, "the beginning of the trainer's epoch")
         return control
@@ -156,7 +156,7 @@ class OffloadedTraining(Training):
 
     def _agree(self, control: Any, where: str) -> bool:
         """Let all processes go on alike, and return whether they log, evaluate or save. See ``AgreedControl``."""
-        return self._agreed is not None and self._agreed.agree(self._opened, control, where)
+        return self._agreed.agree(self._opened, control, where)
 
     # Steps
 
@@ -203,6 +203,14 @@ class OffloadedTraining(Training):
                 self._losses = list(engine.results["losses"])
             self._group = []  # of many tokens
         return torch.tensor(self._losses.pop(0), dtype=torch.float32, device=self._trainer.args.device)
+
+    @property
+    def fetched_with(self) -> int | None:
+        """The number of micro-batches that were fetched with the one on this thread, itself included.
+
+        None outside of micro-batches.
+        """
+        return getattr(self._loss, "fetched_with", None)
 
     @property
     def gradient_norm(self) -> torch.Tensor:
@@ -282,32 +290,29 @@ class OffloadedTraining(Training):
         results: dict[str, Any],
     ) -> Callable[[], Any]:
         """Return micro-batch ``m`` as a function; the last to run fills the ``results`` of the step."""
-        trainer, fetched, carried = self._trainer, self._group[m], self._num_carried
-        model, num_items = trainer.model, fetched.num_items
-        is_divided = trainer.compute_loss_func is None and (
-            not trainer.model_accepts_loss_kwargs or num_items is None
-        )
-        # the trainer divides by the number of its newest group
-        scale = trainer.current_gradient_accumulation_steps / fetched.of if is_divided else 1.0
+        model, fetched, carried = self._trainer.model, self._group[m], self._num_carried
 
         def call() -> torch.Tensor:
             self._trainer.accelerator.gradient_state._set_sync_gradients(m == len(losses) - 1)
-            returned = training_step(model, batch, num_items)
+            self._loss.fetched_with = fetched.of
+            try:
+                returned = training_step(model, batch, fetched.num_items)
+            finally:
+                del self._loss.fetched_with
             left = vars(self._loss).pop("value", None)
             if left is None:
                 raise BadInput(
                     "training_step has not called accelerator.backward(loss), which leaves the backward pass to the"
                     " engine: call it in the place of loss.backward()"
                 )
-            loss = left if scale == 1.0 else left * scale
-            losses[m] = returned.detach().reshape(()) * scale
+            losses[m] = returned.detach().reshape(())
             there = [each for each in losses if each is not None]
             if len(there) == len(losses):
                 values = torch.stack(there).tolist()  # a device is waited for once in a step
                 results["losses"] = [sum(values[: carried + 1]), *values[carried + 1 :]]
                 if self._attributes is not None:
                     results["attributes"] = without_reference_flag(self._attributes.changed())
-            return loss
+            return left
 
         return call
 

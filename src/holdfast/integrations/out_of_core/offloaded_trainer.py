@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import Trainer
 
+from ...accelerators import free_bytes, is_accelerator
 from ...errors import BadInput
 from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
@@ -147,6 +149,16 @@ class OffloadedSteps(Trainer):
         self._offloaded.fetched(batches, num_items, is_whole=len(batches) == num_batches)
         return batches, num_items
 
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches that were fetched together, by which losses are divided."""
+        here = None if self._offloaded is None else self._offloaded.fetched_with
+        return self._fetched_together if here is None else here
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, count: int) -> None:
+        self._fetched_together = count
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the next micro-batch; at the first, the engine does the whole step."""
         if self._offloaded is None:
@@ -231,9 +243,10 @@ class OffloadedSteps(Trainer):
         has: Any = (
             getattr(source, "has", None) if self._offloaded is None else None
         )  # a folder is as before training
-        is_whole = any(map(is_quantised, model.modules()))  # these layers come to a device in their own way
+        is_quantised_model = any(map(is_quantised, model.modules()))  # they come to a device in their own way
+        is_whole = is_quantised_model or _fits(model, self.args.device)
         absent = [parameter for parameter in model.parameters() if parameter.is_meta]
-        if absent and (is_whole or has is None or not all(map(has, absent))):
+        if absent and (is_quantised_model or has is None or not all(map(has, absent))):
             raise BadInput("the model has no values in memory: evaluate after train(), with the engine open")
         with ExitStack() as there:
             if source is not None and absent:
@@ -248,6 +261,12 @@ class OffloadedSteps(Trainer):
         """Compute the reference's log-probabilities as TRL does, with the model in memory."""
         with self._computing_in_memory():
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
+
+def _fits(model: nn.Module, device: torch.device) -> bool:
+    """Return whether ``model`` may be on ``device`` as a whole: if it takes at most half of what is free there."""
+    nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return is_accelerator(device) and 2 * nbytes <= free_bytes(device)
 
 
 def _refuse_other_loops(trainer_class: type[Trainer]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
+import shutil
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -27,21 +29,21 @@ def weights_of(engine: Engine, model: Any, is_kept: bool = True) -> dict[str, to
     if not is_kept:
         return engine.state_dict(trained=only_trained, keep=None)
     parameters = {each.name: each.parameter for each in engine.held.captured.parameters}
-    nbytes = sum(round_up(max(each.element_size(), 4) * each.numel()) for each in parameters.values())
-    with ExitStack() as opened:
-        put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
-        with suppress(OSError):
-            put = opened.enter_context(
-                closing(_Pages(Path(engine.preflight.directory) / "scratch", nbytes))
-            ).put
+    kept = [each.parameter for each in engine.held.captured.parameters if each.trained or not only_trained]
+    nbytes = sum(round_up(max(each.element_size(), 4) * each.numel()) for each in kept)
+    folder = Path(engine.preflight.directory) / "scratch"
+    folder.mkdir(exist_ok=True)
+    pages = _Pages.made_in(folder, nbytes)
 
-        def keep(name: str, value: torch.Tensor) -> torch.Tensor:
-            value = value.to(parameters[name].dtype)
-            with suppress(OSError):
-                return put(value)
-            return value
+    def keep(name: str, value: torch.Tensor) -> torch.Tensor:
+        value = value.to(parameters[name].dtype)
+        return value if pages is None else pages.put(value)
 
+    try:
         return engine.state_dict(trained=only_trained, keep=keep)
+    finally:
+        if pages is not None:
+            pages.close()
 
 
 class _Pages:
@@ -50,23 +52,36 @@ class _Pages:
     The file lasts as long as a tensor in it. A tensor may be changed.
     """
 
-    def __init__(self, folder: Path, nbytes: int) -> None:
-        """Make a file for tensors of ``nbytes``, each in whole pages. Raises ``OSError``."""
-        self._file = TemporaryFile(dir=folder)  # noqa: SIM115 (until ``close``)
-        self._file.truncate(nbytes)
+    def __init__(self, file: IO[bytes], nbytes: int) -> None:
+        self._file, self._end = file, 0
+        file.truncate(nbytes)
         # shared, for a private mapping of more than the machine's memory would be refused
-        self._memory = mmap.mmap(self._file.fileno(), nbytes)
+        self._memory = mmap.mmap(file.fileno(), nbytes)
+
+    @classmethod
+    def made_in(cls, folder: Path, nbytes: int) -> _Pages | None:
+        """Return a file in ``folder`` for tensors of ``nbytes``, each in whole pages.
+
+        None if the disk has too little room for it and for as many bytes that are saved from it.
+        """
+        if not nbytes or shutil.disk_usage(folder).free < 2 * nbytes:
+            return None
+        return cls(TemporaryFile(dir=folder, buffering=0), nbytes)
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value`` from the file. Raises ``OSError`` if the disk is full."""
-        if value.numel() == 0:
+        """Return ``value`` from the file; ``value`` itself if the file or the disk has no room for it."""
+        start, data = self._end, flat_bytes(value).numpy().data
+        if not 0 < data.nbytes <= len(self._memory) - start:
             return value
-        start = round_up(self._file.tell())
-        self._file.seek(start)
-        self._file.write(
-            flat_bytes(value).numpy().data
-        )  # not through the mapping, where a full disk is a signal
-        self._file.flush()
+        written = 0
+        try:  # not through the mapping, where a full disk is a signal
+            while written < data.nbytes:
+                written += os.pwrite(self._file.fileno(), data[written:], start + written)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return value
+        self._end = round_up(start + written)
         flat = torch.frombuffer(self._memory, dtype=value.dtype, count=value.numel(), offset=start)
         return flat.view(value.shape)
 

@@ -29,7 +29,10 @@ HOOKS = tuple(name for name in NOT_COMPARED if name.endswith("_hooks"))
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """A whole number in a block's settings, which may be the block's place among the blocks."""
+    """A whole number in a block's settings, which may be the block's place among the blocks.
+
+    A size that happens to be the place is taken for it, in two blocks at once, by which only a prediction is wrong.
+    """
 
     value: int
     is_index: bool

@@ -220,7 +220,8 @@ class _Probe:
         return output
 
     def _form(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return None if self.alone[index] else call_form(self.blocks.modules[index], index, args, kwargs)
+        place = index - self.blocks.embeddings  # among the model's own blocks
+        return None if self.alone[index] else call_form(self.blocks.modules[index], place, args, kwargs)
 
     def _note(self, form: Any, index: int, inputs: list[Any], output: Any) -> None:
         """Note what the trace of a call found, for calls of the same ``form``."""

@@ -107,14 +107,19 @@ def trained_values(run: Runtime, captured: Captured, keep: Keep | None) -> dict[
 
     Nothing may be under way. Collective: every rank must call this.
     """
-    beside = saved_with_adapters(run.model, captured)
+    here = sorted(
+        saved_with_adapters(run.model, captured)
+    )  # PEFT may ask the network, which may fail in one process
+    beside = set().union(*run.data_parallel.call("what PEFT saves", lambda: here))
     wanted = {p.name for p in captured.parameters if p.trained or beside.intersection(p.names)}
     values: dict[str, torch.Tensor] = {}
     for block, unit in enumerate(run.units):
         if unit.trained:
             values.update(_kept(_trained(run, block), keep))
         if any(each.name in wanted for each in (*unit.frozen, *unit.routed)):
-            values.update(_kept(_frozen(run, block), keep))
+            frozen = _frozen(run, block)
+            values.update(_kept({name: frozen[name] for name in frozen.keys() & wanted}, keep))
+            del frozen
     if keep is None:
         return {}
     buffers = {name: value for name, value in _buffers_of(run, captured).items() if name in beside}

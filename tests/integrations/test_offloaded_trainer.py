@@ -290,7 +290,7 @@ class EndsEpochs(TrainerCallback):
         self.epochs += 1
 
     def on_substep_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop |= state.global_step == self.step
+        control.should_epoch_stop |= state.global_step == self.step and self.epochs == 1
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -103,6 +105,20 @@ def test_one_of_equal_blocks_is_traced(
     assert len(set(found.activation_bytes[:5])) == (
         2 if what in {"a setting", "a size", "frozen", "a hook", "a forward of its own"} else 1
     )
+
+
+def test_blocks_after_a_streamed_embedding_are_equal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = differing("none")
+    blocks = find_blocks(model)
+    streamed = replace(
+        blocks,
+        modules=(model.embedding, *blocks.modules),
+        names=("embedding", *blocks.names),
+        embeddings=1,
+    )
+    monkeypatch.setattr(f"{__name__}.find_blocks", lambda model: streamed)
+    _, ran = traced(model, monkeypatch)
+    assert ran == [0, 1]
 
 
 def test_a_blocks_place_is_no_difference_and_any_other_number_is() -> None:

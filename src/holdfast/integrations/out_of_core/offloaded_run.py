@@ -122,7 +122,6 @@ class OffloadedTraining(Training):
 
     def begin_epoch(self, args: Any, state: Any, control: Any) -> Any:
         control = super().begin_epoch(args, state, control)
-        self._agreed.begin_epoch()
         if self._restored is None:
             self._agree(control, "the beginning of the trainer's epoch")
         return control

@@ -109,10 +109,6 @@ class AgreedControl:
                 setattr(control, name, False)
         return control
 
-    def begin_epoch(self) -> None:
-        """Forget that the epoch before was to stop, which has ended by itself."""
-        self._stops.discard("should_epoch_stop")
-
     def agree(self, engine: Engine, control: Any, where: str) -> bool:
         """Set each flag that is set in any process, and return whether the trainer logs, evaluates or saves.
 

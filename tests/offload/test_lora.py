@@ -166,7 +166,10 @@ def test_frozen_adapters_and_resized_embeddings_are_saved_as_in_memory(tmp_path)
     model.set_adapter("other")
     model.save_pretrained(tmp_path / "expected")
     with holdfast.offload(model, of_trained(model), tmp_path / "run", precision="fp32") as engine:
-        model.save_pretrained(tmp_path / "found", state_dict=engine.state_dict(trained=True))
+        held: list[str] = []
+        values = engine.state_dict(trained=True, keep=lambda name, value: held.append(name) or value)
+        model.save_pretrained(tmp_path / "found", state_dict=values)
+    assert held and {*held} <= values.keys()  # and not the rest of the base
     found, expected = (
         {str(path.relative_to(root)): load_file(path) for path in root.rglob("*.safetensors")}
         for root in (tmp_path / "found", tmp_path / "expected")

@@ -429,7 +429,9 @@ class SnapshotScheduler:
         Until then nobody looked for changes by the script, and the next record may depend on an earlier one. Called
         after a step without a record.
         """
-        self._losses += self.records
+        if self.records:
+            self._losses += 1
+            self.gap = self._is_meant = True  # also where all ranks have just waited for that snapshot
 
     @property
     def _has_room(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, DiskFailed, RunMismatch
 from holdfast.events import read_events
+from holdfast.store.commit import commit_writer
 from holdfast.store.log.chain import verify_records
 from holdfast.store.object_store import ObjectDisk
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
 from replica_run import Forked
 from test_checkpointer import ADAMW, go_on, reference
@@ -98,6 +101,36 @@ def test_a_base_that_was_made_again_is_copied_again(tmp_path, bucket):
     with other:
         assert other.resume(source=str(bucket)) == 2
         assert same(again.state(), loop.state())
+
+
+def test_an_older_base_that_was_made_again_is_copied_again(tmp_path, bucket, monkeypatch):
+    """Until its manifest is there, the records after it count for nothing."""
+    loop = make(ADAMW)
+    checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers, base_every=100)
+    pusher, push_commit = Pusher(tmp_path / "run", bucket), Pusher._push_commit
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 2)
+        checkpointer.save()
+        assert pusher.push().durable_step == 2
+        with torch.no_grad():
+            loop.model.first.weight.mul_(0.5)
+        with monkeypatch.context() as clock:  # set back
+            clock.setattr(commit_writer, "time", SimpleNamespace(time=lambda: 1e9))
+            checkpointer.save()
+        changed = loop.state()
+        go_on(loop, checkpointer, 4)
+        checkpointer.save()
+        monkeypatch.setattr(Pusher, "_push_commit", lambda *_: None)
+        assert pusher.push().durable_step == Pusher(tmp_path / "run", bucket).push().durable_step == 2
+        monkeypatch.setattr(Pusher, "_push_commit", push_commit)
+        assert pusher.push().durable_step == 4
+        assert pusher.push().commits == []
+    again = make(ADAMW, seed=5)
+    other = Checkpointer(tmp_path / "other", model=again.model, optimizer=again.optimizers)
+    with other:
+        assert other.resume(source=f"{bucket}@2") == 2
+        assert same(again.state(), changed)
 
 
 def test_a_bucket_that_fails_for_a_while_is_caught_up_with(tmp_path, bucket, monkeypatch):

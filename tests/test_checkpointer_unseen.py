@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.capture import mutation_check
+from holdfast.checkpoint.capture import mutation_check, optimizer_hooks
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
 from holdfast.state.encoding import decode, encode
 from support.live_copy import copy_of_live_run
@@ -414,12 +414,25 @@ def test_gradients_that_lie_otherwise_in_memory_do_so_in_replay(tmp_path):
     assert same(again.state(), loop.state())
 
 
+@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("updates_after", [False, True])
-def test_what_is_multiplied_inside_of_autocast_is_so_in_replay(tmp_path, updates_after):
+def test_what_is_multiplied_inside_of_autocast_is_so_in_replay(tmp_path, monkeypatch, updates_after, earlier):
+    """Records of an ``earlier`` version do not say so: they are replayed under the autocast of the resume."""
+    if earlier:
+        known = {"autocast", "autocast_after"}
+        monkeypatch.setattr(optimizer_hooks, "OPTIONAL", {*optimizer_hooks.OPTIONAL} - known)
+
+    def cast(needed=True):
+        return torch.autocast("cpu", torch.bfloat16, needed, cache_enabled=False)
+
     class Cast(Loop):
         def go(self, checkpointer, until):
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with cast():
                 super().go(checkpointer, until)
+
+        def checkpointer(self, run, **options):
+            with cast(earlier):
+                return super().checkpointer(run, **options)
 
         @torch.no_grad()
         def project(self):

@@ -9,6 +9,7 @@ from torch import nn
 
 import holdfast
 from checkpoint.loops import cut_small, make, manifests, same
+from holdfast.checkpoint.snapshot.snapshot_scheduler import SnapshotScheduler
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, DiskFull
 from holdfast.events import read_events
@@ -230,9 +231,22 @@ class Diary:
         self.text = state["text"]
 
 
-def test_records_that_begin_again_right_after_a_base_follow_what_it_holds(tmp_path, switching, monkeypatch):
-    """The last choice of bases alone ends with one; then the script changes something that no record has."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_records_that_begin_again_right_after_a_base_follow_what_it_holds(
+    tmp_path, switching, monkeypatch, waits
+):
+    """The last choice of bases alone ends with one; then the script changes something that no record has.
+
+    Training ``waits`` for that base where one of several ranks has no memory for a copy.
+    """
     monkeypatch.setattr(step_cadence, "LEAST_STEPS", 6)
+    if waits:
+        really = SnapshotScheduler._begin
+
+        def save(self, step, whole=False):
+            return self.save_snapshot(step) if whole else really(self, step)
+
+        monkeypatch.setattr(SnapshotScheduler, "_begin", save)
 
     def begin():
         loop, diary = make(ADAMW), Diary()

@@ -24,6 +24,7 @@ from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpoint.snapshot import snapshot_scheduler as pace_module
 from holdfast.checkpoint.snapshot import snapshot_writer as bases
 from holdfast.checkpoint.snapshot.snapshot_scheduler import SnapshotScheduler
+from holdfast.checkpoint.snapshot.snapshot_writer import SnapshotWriter
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.inspect import show
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
@@ -117,6 +118,32 @@ def test_a_base_asked_for_at_a_step_of_which_one_is_on_its_way_is_that_one(tmp_p
             checkpointer.save()
             assert checkpointer._backend.pace.base_step == i + 1
     assert [manifest.step for manifest in manifests(tmp_path)] == [6, 5, 4, 3, 2, 1, 0]
+
+
+def test_a_base_made_beside_training_is_not_written_again_by_save(tmp_path, small_units):
+    loop, checkpointer = start(tmp_path, base_every=3)
+    with checkpointer:
+        checkpointer.resume()
+        while not 0 < checkpointer.steps_done == checkpointer._backend.base_step:
+            loop.iteration(checkpointer.steps_done, checkpointer.step)
+            checkpointer._backend.recorder.drain()
+            assert checkpointer.steps_done < 60
+        bases = checkpointer._backend.pace.bases
+        written = bases.written_bytes
+        checkpointer.save()
+        assert bases.written_bytes == written
+        newest = checkpointer._store.newest_base
+        assert newest.oldest_step < newest.step == checkpointer.steps_done
+
+
+def test_close_waits_for_a_base_of_the_last_step_without_comparing_it(tmp_path, monkeypatch):
+    loop, checkpointer = start(tmp_path, every=3)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+        monkeypatch.setattr(SnapshotScheduler, "complete", False)  # it is still being written
+        monkeypatch.setattr(SnapshotWriter, "is_as_in", lambda *_: pytest.fail("compared"))
+    assert manifests(tmp_path)[0].step == 3
 
 
 # A disk that is behind

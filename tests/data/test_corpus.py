@@ -219,10 +219,17 @@ def test_a_run_inside_the_folder_is_no_part_of_the_text(folder):
     assert fingerprint() != before
 
 
-def test_a_link_to_a_folder_is_told_of(folder, tmp_path_factory):
-    (folder / "more").symlink_to(tmp_path_factory.mktemp("other"))
-    with pytest.warns(UserWarning, match="more is a link to a folder, which is not read"):
-        find_files(str(folder))
+def test_a_link_to_a_folder_is_told_of(tmp_path_factory):
+    """The glob that the warning names reads it, and what lies in the folder itself only once."""
+    root, other = tmp_path_factory.mktemp("a[1]"), tmp_path_factory.mktemp("other")
+    (other / "far.txt").write_text("far")
+    (root / "near.txt").write_text("near")
+    (root / "more").symlink_to(other)
+    (root / "again").symlink_to(root)
+    with pytest.warns(UserWarning, match="is a link to a folder, which is not read") as told:
+        assert find_files(str(root))[1] == [root / "near.txt"]
+    _, found = find_files(str(told[0].message).rpartition(" ")[2])
+    assert sorted(path.name for path in found) == ["far.txt", "near.txt"]
 
 
 def test_held_out_text_that_is_trained_on_is_told_of(folder):

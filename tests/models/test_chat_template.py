@@ -170,3 +170,12 @@ def test_what_a_template_leaves_out_is_refused(encode, key):
     bare = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}" + END
     with pytest.raises(BadInput, match=f'chats.jsonl:7: the chat template in .* does not write the "{key}"'):
         encode(bare, messages, TOOLS if key == "tools" else None)
+
+
+def test_marks_that_are_no_thoughts_are_no_reason_to_refuse(encode):
+    """A blank thought, and switches in other messages than the assistant's."""
+    messages = [{"role": "system", "content": "Be brief.", "reasoning": "low"}, *said("Rome?", "Sun.")]
+    messages[1]["thinking"] = True
+    messages[2]["reasoning_content"] = "\n"
+    plain = [{key: m[key] for key in ("role", "content")} for m in messages]
+    assert encode(template(TURN), messages) == encode(template(TURN), plain)

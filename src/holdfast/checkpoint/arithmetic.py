@@ -226,16 +226,20 @@ def _compute_as(before: Settings, now: Settings) -> None:
         set_product_precision(now["products"])
 
 
-def autocast_now() -> dict[str, str] | None:
-    """Return the dtype of autocast by type of device, as JSON, where it is on; None if it is off."""
+def autocast_now() -> dict[str, str]:
+    """Return the dtype of autocast by type of device, as JSON; empty if it is off."""
     kinds = [kind for kind in ("cpu", current_kind()) if kind is not None and torch.is_autocast_enabled(kind)]
-    return {kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds} or None
+    return {kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds}
 
 
 @contextmanager
 def autocast_as(told: Mapping[str, str] | None) -> Iterator[None]:
-    """Apply the autocast that ``autocast_now`` returned inside the context. Matrix products depend on it."""
-    here, there = autocast_now() or {}, told or {}
+    """Apply the autocast that ``autocast_now`` returned inside the context. Matrix products depend on it.
+
+    With None, as in records of earlier versions, the autocast of the caller stays.
+    """
+    here = {} if told is None else autocast_now()
+    there = told or {}
     with ExitStack() as stack:
         for kind in {**here, **there}:
             dtype = getattr(torch, there.get(kind, here.get(kind, "")))

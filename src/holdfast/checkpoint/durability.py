@@ -185,10 +185,10 @@ class DurabilityBackend(ABC):
     # Waiting and shutdown
 
     @abstractmethod
-    def save_snapshot(self, again: bool = False) -> None:
+    def save_snapshot(self, again: bool = False, compares: bool = True) -> None:
         """Make a snapshot of the current step. It is durable on return.
 
-        ``again`` replaces a snapshot of this step that lacks later changes.
+        ``again`` replaces a snapshot of this step that lacks later changes, and ``compares`` one whose bytes differ.
         """
 
     @abstractmethod
@@ -216,7 +216,7 @@ class DurabilityBackend(ABC):
             self._go_without_base()
         else:
             self._training.note_again(is_schedule)
-            self.save_snapshot(again=any(moved for _, moved in asked))
+            self.save_snapshot(any(moved for _, moved in asked), compares=False)
 
     def has_time(self) -> bool:
         """Return whether there is time for a snapshot before the process has to end. Always true before a SIGTERM."""

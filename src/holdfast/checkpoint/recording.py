@@ -490,8 +490,8 @@ class LogBackend(DurabilityBackend):
 
     # Waiting and shutdown
 
-    def save_snapshot(self, again: bool = False) -> None:
-        self.pace.save_snapshot(self._training.steps_done, again)
+    def save_snapshot(self, again: bool = False, compares: bool = True) -> None:
+        self.pace.save_snapshot(self._training.steps_done, again, compares)
 
     def wait(self, step: int) -> None:
         self.recorder.wait(step)

@@ -138,7 +138,7 @@ class ReplicaBackend(DurabilityBackend):
 
     # Waiting and shutdown
 
-    def save_snapshot(self, again: bool = False) -> None:
+    def save_snapshot(self, again: bool = False, compares: bool = True) -> None:
         training = self._training
         if again:  # the replica's user state is that of the last step
             self.replica.sync(

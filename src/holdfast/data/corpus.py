@@ -182,8 +182,10 @@ def find_files(text: str) -> tuple[Path, list[Path]]:
     elif os.path.isdir(text):
         root, found = Path(text), list(_walk(Path(text), set()))
     elif glob.has_magic(text):
-        names = set(glob.glob(text, recursive=True))  # of several ** it names files more than once
-        found = [Path(name) for name in names if os.path.isfile(name)]
+        # several ** name files more than once, and so do links to folders
+        names = sorted(set(glob.glob(text, recursive=True)), reverse=True)
+        files = [Path(name) for name in names if os.path.isfile(name)]
+        found = list({(path.parent.resolve(), path.name): path for path in files}.values())
         root = Path(os.path.commonpath([path.parent for path in found]) if found else ".")
     else:
         raise BadInput(f'the text {text!r} does not exist; name a file, a folder, a glob or "stdlib"')
@@ -204,7 +206,8 @@ def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
         subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
         if links := [path for name in subfolders if os.path.islink(path := os.path.join(folder, name))]:
             warnings.warn(
-                f"{links[0]} is a link to a folder, which is not read. A glob reads it: {root}/**/*",
+                f"{links[0]} is a link to a folder, which is not read. A glob reads it:"
+                f" {os.path.join(glob.escape(str(root)), '**', '*')}",
                 stacklevel=4,
             )
         paths = (Path(folder, name) for name in names if not name.startswith("."))

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -281,14 +282,13 @@ class ChatTemplate:
     def _refuse_left_out(self, text: str, messages: Messages, tools: Any, where: str) -> None:
         """Raise ``BadInput`` if the template writes no tools, no calls of them or no thoughts, and the line has some.
 
-        The assistant would learn to say nothing in their place.
+        The assistant would learn to say nothing in their place. What the template writes once may be missing elsewhere.
         """
         without = [("tools", messages, None)] if tools else []
+        own = [message for message in messages if message["role"] == "assistant"]
         for keys in (("tool_calls",), THOUGHTS):
-            if found := [key for key in keys if any(message.get(key) for message in messages)]:
-                bare = [
-                    {"content": ""} | {k: each for k, each in m.items() if k not in keys} for m in messages
-                ]
+            if found := [key for key in keys if any(_says(message.get(key)) for message in own)]:
+                bare = [_without(m, keys) if m["role"] == "assistant" else m for m in messages]
                 without.append((found[0], bare, tools))
         for name, fewer, given in without:
             if self._writes(text, fewer, given, where):
@@ -334,6 +334,15 @@ def _marked(offsets: list[Range], ranges: list[Range]) -> list[bool]:
         if inside:
             token = inside[-1]  # it may reach into the next range
     return found
+
+
+def _says(value: Any) -> bool:
+    """Return whether a template could write ``value``: the thoughts, or the calls, of a message."""
+    return bool(value.strip()) if isinstance(value, str) else isinstance(value, list) and bool(value)
+
+
+def _without(message: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {"content": ""} | {key: value for key, value in message.items() if key not in keys}
 
 
 def _functions(messages: Messages) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ that are there are not sent again. Sizes are bytes.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
@@ -72,6 +73,8 @@ class Pusher:
         self._done = PushResult()
         self._seen: set[CommitRef] = set()
         """Commits that the directory had at some time, present or not."""
+        self._loaded: dict[CommitRef, tuple[tuple[int, int, int], Manifest]] = {}
+        """Manifests of the directory, with the inode, time and size of the file that each was read from."""
         self._damaged: set[CommitRef] = set()
         """Damaged commits of the directory, which are not tried again."""
         self._report: Callable[[int], None] = lambda nbytes: None
@@ -110,6 +113,7 @@ class Pusher:
         self._done = PushResult()
         self._begin()
         missing = self._missing()
+        self.durable_step = self._reach()
         total = sum({f.path: f.bytes for manifest in missing for f in manifest.files.values()}.values())
         self._counted = set()
         self._report = (lambda nbytes: None) if report is None else partial(report, total)
@@ -140,18 +144,43 @@ class Pusher:
     def _missing(self) -> list[Manifest]:
         """Return the commits of the directory that are to be copied, newest first."""
         found = {}
-        newest = max(self._local.commits(), default=None)  # no other is published again
         for ref in _newest_first(self._local):
             if ref in self._damaged:
                 continue
             with suppress(CommitRetired):
                 try:
-                    is_known = ref in self._published and ref != newest
-                    found[ref] = self._published[ref] if is_known else self._local.load(ref)
+                    found[ref] = self._load(ref)
                 except Damaged as error:
-                    self._give_up(ref, error)
+                    if ref in self._published:
+                        found[ref] = self._published[ref]
+                    else:
+                        self._give_up(ref, error)
+        self._loaded = {ref: loaded for ref, loaded in self._loaded.items() if ref in found}
         unwanted = self._unwanted({**found, **self._published}, self._local.timelines()[0])[0]
         return [each for ref, each in found.items() if self._lacks(each) and ref not in unwanted]
+
+    def _load(self, ref: CommitRef) -> Manifest:
+        """Return the directory's manifest of ``ref``, read again only where the file is another one.
+
+        Raises as ``RunReader.load`` does.
+        """
+        try:
+            status = os.stat(self._local.disk.root / ref.path)
+        except FileNotFoundError:
+            raise self._local.retired(ref) from None
+        file = status.st_ino, status.st_mtime_ns, status.st_size
+        if ref not in self._loaded or self._loaded[ref][0] != file:
+            self._loaded[ref] = file, self._local.load(ref)
+        return self._loaded[ref][1]
+
+    def _replaced(self) -> set[CommitRef]:
+        """Return the commits of the bucket that the writer has published again, with another state perhaps."""
+        found = set()
+        for ref in self._published.keys() & set(self._local.commits()):
+            with suppress(CommitRetired, Damaged):
+                if self._lacks(self._load(ref)):
+                    found.add(ref)
+        return found
 
     def _lacks(self, manifest: Manifest) -> bool:
         """Return whether the bucket has no commit of this step, or one that the writer has replaced since."""
@@ -168,7 +197,6 @@ class Pusher:
         self.check()
         self._learn()
         self._records.look()
-        self.durable_step = self._reach()
         self._begun = True
 
     def _give_up(self, ref: CommitRef, error: Damaged) -> None:
@@ -301,8 +329,15 @@ class Pusher:
     def _reach(self) -> int | None:
         """Return the newest step that can be recovered from the bucket."""
         tip = newest_tip(self._published, self._timelines)
-        for ref in lineage(self._published, self._timelines, tip):
-            base, until = self._published[ref], self._before_other_ranks(ref, tip)
+        line = lineage(self._published, self._timelines, tip)
+        replaced = self._replaced() & set(
+            line
+        )  # records after these follow another state than the bucket has
+        for ref in line:
+            base = self._published[ref]
+            ends = [each.step for each in replaced if each.step >= ref.step]
+            ends += [step for step in [self._before_other_ranks(ref, tip)] if step is not None]
+            until = min(ends, default=None)
             with suppress(Damaged):
                 return min(
                     chain_of(

@@ -74,9 +74,9 @@ class Update:
     """The optimizer's own state, besides that of parameters, that changed since its last step, as JSON; None if none.
     """
     autocast: Any = None
-    """The autocast in which the step was made, as JSON; None without."""
+    """The autocast in which the step was made, as JSON, empty where it was off. Records of earlier versions lack it."""
     autocast_after: Any = None
-    """The autocast in which ``after_update`` was called, in the last update of an iteration."""
+    """The autocast in which ``after_update`` was called, in the last update of an iteration; None without."""
     strides: Any = None
     """The strides of gradients that lie otherwise in memory than their parameters, by name; None if none does.
 

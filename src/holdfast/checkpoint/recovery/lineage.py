@@ -420,8 +420,10 @@ class Lineage:
                 if is_reached and any(each.follows_another(record) for each, record, _ in found):
                     raise ReplayMismatch(
                         step,
-                        f"the state after step {step - 1} is not the one that step {step} was trained from: the script"
-                        f" changed it there and called save(), and the base of that cannot be used.",
+                        f"the state after step {step - 1} is not the one that step {step} was trained from: the base of"
+                        f" step {step - 1} held another one, which the script had changed before save() or before a"
+                        " resume, and is not used here. `holdfast verify` says what is damaged; resume(step=) begins"
+                        " from a base that is there.",
                     )
                 taken = [each.of(record, parts) for each, record, parts in found]
                 how = recorded_settings(taken[0].about["progress"], found[0][0].share.progress)

@@ -270,21 +270,27 @@ class SnapshotScheduler:
         return due if self._together is None else self._together.is_due(due, self.bases)
 
     def has_state_of(self, step: int) -> bool:
-        """Return whether the newest snapshot is of ``step`` and holds the state as it is now, by all of its bytes."""
-        newest = self._store.newest_base
-        return newest is not None and newest.step == step and self.bases.is_as_in(newest)
+        """Return whether the newest snapshot is of ``step`` and holds the state as it is now, by all of its bytes.
 
-    def save_snapshot(self, step: int, again: bool = False) -> None:
+        One with chunks of earlier steps is not compared, since the records that bring them to ``step`` would have to be
+        replayed.
+        """
+        newest = self._store.newest_base
+        if newest is None or newest.step != step:
+            return False
+        return newest.oldest_step < step or self.bases.is_as_in(newest)
+
+    def save_snapshot(self, step: int, again: bool = False, compares: bool = True) -> None:
         """Make a snapshot of the current ``step``, chunk by chunk. It is durable on return.
 
-        ``again`` replaces a snapshot of this step that lacks later changes, as is done where its bytes differ.
+        ``again`` replaces a snapshot of this step that lacks later changes, and ``compares`` one whose bytes differ.
         Collective: every rank must call this.
         """
         self._recorder.drain()
         self._see_published()
         self._restarted()
         there = self.base_step == step and self._together is None  # one that was made beside training
-        if there and not again and self.has_state_of(step):
+        if there and not again and (not compares or self.has_state_of(step)):
             self.gap = False
             return
         if self._together is not None:
@@ -429,7 +435,9 @@ class SnapshotScheduler:
         Until then nobody looked for changes by the script, and the next record may depend on an earlier one. Called
         after a step without a record.
         """
-        self._losses += self.records
+        if self.records:
+            self._losses += 1
+            self.gap = self._is_meant = True  # also where all ranks have just waited for that snapshot
 
     @property
     def _has_room(self) -> bool:

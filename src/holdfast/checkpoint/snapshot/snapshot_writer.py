@@ -220,13 +220,12 @@ class SnapshotWriter:
     def is_as_in(self, base: Manifest) -> bool:
         """Return whether the published snapshot ``base`` holds the state as it is now, by all of its bytes.
 
-        Changes through ``.data`` or NumPy are found only so. A snapshot with chunks of earlier steps counts as another.
-        Training waits.
+        Changes through ``.data`` or NumPy are found only so. All chunks of ``base`` are of its step. Training waits.
         """
         state, owned = self._state, owned_by(self._state)
         units = divided(owned, state, self._prefix, frozen_in(state))[0]
         files = base.files
-        if base.oldest_step < base.step or any(unit.name not in files for unit in units):
+        if any(unit.name not in files for unit in units):
             return False
         images = {unit.name: SnapshotImage(unit.layout, unit.tensors_of(owned)) for unit in units}
         settle_devices(tensor for held in owned.values() for _, tensor in held.values())

@@ -186,7 +186,11 @@ class WrittenCommits(RetainedCommits):
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
         refs |= {name: replace(refs[name], step=of) for name, of in steps.items() if of != step}
-        return manifest_of(self._fork, step, refs, index, progress)
+        manifest = manifest_of(self._fork, step, refs, index, progress)
+        there = self._retained.get(manifest.ref)
+        if there is not None and manifest.created <= there.created:  # the clock was set back
+            manifest = replace(manifest, created=there.created + 1e-3)  # copies take the later one
+        return manifest
 
     def _file_ref(self, name: str, generation: int, checksums: tuple[str, ...]) -> FileRef:
         unit = self._units[name]

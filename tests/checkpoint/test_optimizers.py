@@ -179,7 +179,7 @@ class Rounding(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        rate = 0.1 if product_precision() == "highest" else 0.2
+        rate = 0.2 if product_precision()["cuda"] == "tf32" else 0.1
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad, alpha=rate)
 
@@ -233,7 +233,7 @@ def test_a_replica_learns_the_precision_of_products(own_products, lowers):
     about, precision = describe(LiveState(loop.model, loop.optimizers)), product_precision()
     torch.set_float32_matmul_precision("highest")
     adopt({**about, "path": sys.path, "parameters": []})
-    assert product_precision() == precision != "highest"
+    assert product_precision() == precision and precision["cuda"] == "tf32"
 
 
 @pytest.mark.campaign(keep=2)

@@ -54,5 +54,5 @@ def open_source(path: Path) -> Source:
         for _, is_it, opened in FORMATS:
             if is_it(path):
                 return opened(path)
-    known = ", ".join(name for name, _, _ in FORMATS)
+    known = ", ".join(dict.fromkeys(name for name, _, _ in FORMATS))
     raise BadInput(f"{path} is neither a run nor of another format that is known here: {known}")

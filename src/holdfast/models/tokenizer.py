@@ -170,7 +170,7 @@ class ChatTemplate:
 
         Raises ``BadInput``, which begins with ``where``, if the targets are not certain.
         """
-        text, ranges = self._text_and_ranges(messages, tools, where)
+        messages, text, ranges = self._text_and_ranges(messages, tools, where)
         self._refuse_left_out(text, messages, tools, where)
         found = self._own(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         targets = _marked(found["offset_mapping"], ranges)
@@ -180,8 +180,10 @@ class ChatTemplate:
             )
         return found["input_ids"], targets
 
-    def _text_and_ranges(self, messages: Messages, tools: Any, where: str) -> tuple[str, list[Range]]:
-        """Return the text and its ranges.
+    def _text_and_ranges(
+        self, messages: Messages, tools: Any, where: str
+    ) -> tuple[Messages, str, list[Range]]:
+        """Return the messages as the template takes them, their text and its ranges.
 
         Some templates print the arguments of a call as they are, and so take them as text; those are rendered again.
         """
@@ -193,8 +195,9 @@ class ChatTemplate:
                 raise
         else:
             if not any(str(each) != json.dumps(each) and str(each) in text for each in arguments):
-                return text, ranges
-        return self._ranges_of(_with_text_arguments(messages), tools, where)
+                return messages, text, ranges
+        messages = _with_text_arguments(messages)
+        return messages, *self._ranges_of(messages, tools, where)
 
     def _ranges_of(self, messages: Messages, tools: Any, where: str) -> tuple[str, list[Range]]:
         if MARKED.search(self._template(tools, where)):
@@ -282,7 +285,7 @@ class ChatTemplate:
     def _refuse_left_out(self, text: str, messages: Messages, tools: Any, where: str) -> None:
         """Raise ``BadInput`` if the template writes no tools, no calls of them or no thoughts, and the line has some.
 
-        The assistant would learn to say nothing in their place. What the template writes once may be missing elsewhere.
+        The assistant would learn to say nothing in their place. Only what it writes nowhere is found.
         """
         without = [("tools", messages, None)] if tools else []
         own = [message for message in messages if message["role"] == "assistant"]

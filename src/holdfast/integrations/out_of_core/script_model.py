@@ -22,15 +22,15 @@ def weights_of(engine: Engine, model: Any, is_kept: bool = True) -> dict[str, to
     """Return the weights in the dtypes of ``model``, on the host; of one with adapters, what PEFT saves of it.
 
     They are in a file without a name in the run's directory, from where they come into memory as they are used. What
-    does not fit on the disk is in memory. A process where they are not kept gets none. Collective: every process must
-    call this.
+    does not fit on the disk is in memory, and so is what PEFT saves beside the trained adapter. A process where they
+    are not kept gets none. Collective: every process must call this.
     """
     only_trained = hasattr(model, "peft_config")
     if not is_kept:
         return engine.state_dict(trained=only_trained, keep=None)
     parameters = {each.name: each.parameter for each in engine.held.captured.parameters}
     kept = [each.parameter for each in engine.held.captured.parameters if each.trained or not only_trained]
-    nbytes = sum(round_up(max(each.element_size(), 4) * each.numel()) for each in kept)
+    nbytes = sum(round_up(each.element_size() * each.numel()) for each in kept)
     folder = Path(engine.preflight.directory) / "scratch"
     folder.mkdir(exist_ok=True)
     pages = _Pages.made_in(folder, nbytes)

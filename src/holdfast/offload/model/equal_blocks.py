@@ -7,7 +7,7 @@ share their configuration. Whatever cannot be compared, such as hooks, makes a c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +16,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...state.capture import AS_STORED
-from .blocks import REPLACED, is_compiled
+from .blocks import REPLACED
 from .side_outputs import DECLARED
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that are compared as they are."""
-NOT_COMPARED = frozenset((*vars(nn.Module()), *REPLACED))
-"""Names of the attributes that every module has, of which those that matter are compared by themselves, and of those
-that ``Patch`` replaces."""
+NOT_COMPARED = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has, of which those that matter are compared by themselves."""
 HOOKS = tuple(name for name in NOT_COMPARED if name.endswith("_hooks"))
 
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """A whole number in a block's settings, which may be the block's place among the blocks.
+    """A whole number in a block's settings.
 
-    A size that happens to be the place is taken for it, in two blocks at once, by which only a prediction is wrong.
+    It equals another one if both have the same value, or if each is its own block's place (``layer_idx``). A size that
+    equals the place in two blocks is mistaken for it; then only a prediction is wrong.
     """
 
     value: int
@@ -45,28 +45,33 @@ class Number:
 def call_form(module: nn.Module, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return what the calls of equal blocks have in common; None if the call is unlike every other.
 
-    ``index`` is the block's place among the blocks. The block must not have a forward of its own, besides its class's.
+    ``index`` is the block's place among the blocks. The block must not be compiled, or have a forward of its own
+    besides its class's.
     """
-    if (
-        DECLARED in kwargs
-        or is_compiled(module)
-        or any(getattr(m, h) for m in module.modules() for h in HOOKS)
-    ):
+    if DECLARED in kwargs or any(getattr(m, h) for m in module.modules() for h in HOOKS):
         return None
-    parts = [(name, _module_form(part, index)) for name, part in module.named_modules(remove_duplicate=False)]
+    parts = [
+        (
+            name,
+            _module_form(part, index, () if name else REPLACED),
+        )  # which ``Patch`` replaces in the block itself
+        for name, part in module.named_modules(remove_duplicate=False)
+    ]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     first = {id(leaf): place for place, leaf in reversed([*enumerate(leaves)])}
     return parts, spec, [(first[id(leaf)], _argument_form(leaf)) for leaf in leaves]
 
 
-def _module_form(module: nn.Module, index: int) -> Any:
+def _module_form(module: nn.Module, index: int, replaced: Collection[str]) -> Any:
     parameters = [
         (name, each.shape, each.dtype, each.requires_grad, getattr(each, AS_STORED, None))
         for name, each in module.named_parameters(recurse=False)
     ]
     buffers = [(name, each.shape, each.dtype) for name, each in module.named_buffers(recurse=False)]
     settings = {
-        name: _value(value, index) for name, value in vars(module).items() if name not in NOT_COMPARED
+        name: _value(value, index)
+        for name, value in vars(module).items()
+        if name not in NOT_COMPARED and name not in replaced
     }
     return type(module), module.training, parameters, buffers, settings
 

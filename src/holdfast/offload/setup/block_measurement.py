@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...errors import ModelNotSupported
 from ...state.capture import AS_STORED
-from ..model.blocks import Blocks, Patch, configurations
+from ..model.blocks import Blocks, Patch, configurations, is_compiled
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
 from ..model.equal_blocks import TracedCall, call_form, output_maker
 from ..model.microbatches import extract_loss, module_call
@@ -118,8 +118,8 @@ class _Probe:
     def __init__(self, blocks: Blocks, counter: _Counter, backward: bool) -> None:
         self.counter, self.backward, self.blocks = counter, backward, blocks
         self.patch = Patch(blocks, self.call)
-        self.alone = ["forward" in vars(module) for module in blocks.modules]
-        """True for each block that has a forward of its own, and so cannot be compared with others."""
+        self.alone = ["forward" in vars(module) or is_compiled(module) for module in blocks.modules]
+        """True for each block that is compiled or has a forward of its own, and so cannot be compared with others."""
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
         self.moving: list[int] = []

@@ -139,6 +139,8 @@ def test_arguments_are_text_where_a_template_prints_them(encode):
     for printed in ("{{ call.function.arguments }}", "{{ call.function.arguments + '' }}"):
         text = PLAIN.replace("{{ call.function.arguments | tojson }}", printed)
         assert turns(*encode(text, messages))[0] == '<call>{"city": "Rome", "days": 2}</s>'
+        with pytest.raises(BadInput, match='does not write the "reasoning"'):
+            encode(text, [{**m, "reasoning": "why"} if m["role"] == "assistant" else m for m in messages])
 
 
 @pytest.mark.parametrize(

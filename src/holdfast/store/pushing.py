@@ -151,9 +151,7 @@ class Pusher:
                 try:
                     found[ref] = self._load(ref)
                 except Damaged as error:
-                    if ref in self._published:
-                        found[ref] = self._published[ref]
-                    else:
+                    if ref not in self._published:
                         self._give_up(ref, error)
         self._loaded = {ref: loaded for ref, loaded in self._loaded.items() if ref in found}
         unwanted = self._unwanted({**found, **self._published}, self._local.timelines()[0])[0]

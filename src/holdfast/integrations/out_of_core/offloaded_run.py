@@ -63,8 +63,6 @@ class OffloadedTraining(Training):
         """The micro-batches of the present step."""
         self._carried: list[_Fetched] = []
         """Micro-batches whose step comes with the next group, as their pass over the data ended before a whole one."""
-        self._num_carried = 0
-        """The first of them that were carried over."""
         self._losses: list[float] = []
         """The losses of the present step that the loop has not got yet."""
         self._counted_step = -1
@@ -147,11 +145,10 @@ class OffloadedTraining(Training):
         if self._trainer.state.global_step > self._recorded_step:
             self._recorded_step = self._trainer.state.global_step
             self._place.updates += 1
-        if self._agree(self._trainer.control, "the end of the trainer's step"):
-            self._end_step(tr_loss, grad_norm, *rest, **options)
+        acts = self._agree(self._trainer.control, "the end of the trainer's step")
+        self._end_step(tr_loss, grad_norm, *rest, **options)
+        if acts:
             self._agree(self._trainer.control, "the end of the trainer's log, evaluation and save")
-        else:
-            self._end_step(tr_loss, grad_norm, *rest, **options)
 
     def _agree(self, control: Any, where: str) -> bool:
         """Let all processes go on alike, and return whether they log, evaluate or save. See ``AgreedControl``."""
@@ -178,8 +175,7 @@ class OffloadedTraining(Training):
         if batches and not is_whole:
             self._carried, self._losses = self._carried + group, [0.0] * len(batches)
         elif batches:
-            self._group, self._num_carried = self._carried + group, len(self._carried)
-            self._carried, self._losses = [], []
+            self._group, self._carried, self._losses = self._carried + group, [], []
         active: Any = self._trainer.accelerator.gradient_state.active_dataloader
         if active is not None and active is not self._loader:
             set_remainder(active, self._loader)
@@ -195,7 +191,7 @@ class OffloadedTraining(Training):
             engine, group = self._opened, self._group
             self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
-                self._losses = self._taken_results(len(group) - self._num_carried)
+                self._losses = self._taken_results(group[-1].of)
             elif group:
                 self._do_step(training_step, prepare)
                 assert engine.results is not None
@@ -289,7 +285,8 @@ class OffloadedTraining(Training):
         results: dict[str, Any],
     ) -> Callable[[], Any]:
         """Return micro-batch ``m`` as a function; the last to run fills the ``results`` of the step."""
-        model, fetched, carried = self._trainer.model, self._group[m], self._num_carried
+        model, fetched = self._trainer.model, self._group[m]
+        carried = len(self._group) - self._group[-1].of
 
         def call() -> torch.Tensor:
             self._trainer.accelerator.gradient_state._set_sync_gradients(m == len(losses) - 1)

@@ -32,7 +32,7 @@ from ..trainer_run import prefer_run
 from .generation import generates, refuse_generation
 from .model_on_host import computing_on
 from .offloaded_run import OffloadedTraining, references, refuse_reference
-from .prepared_objects import BatchesAhead
+from .prepared_objects import AHEAD, BatchesAhead
 from .script_model import switch_off_checkpointing, weights_of
 from .several_processes import ends_noted, refuse_processes
 
@@ -42,8 +42,6 @@ USED = (
     "_maybe_log_save_evaluate", "_load_rng_state", "_inner_training_loop",
 )  # fmt: skip
 """The methods of ``Trainer`` that this module replaces or depends on."""
-AHEAD = 8
-"""The most batches of an evaluation that go through the blocks together."""
 
 
 def offloaded(trainer_class: type[Trainer], run: str | Path | None = None, **options: Any) -> type[Any]:

@@ -19,7 +19,7 @@ def world():
 
 
 def written_in(run: Path) -> dict[str, int]:
-    """Return when each file of the steps of a run was written, by path. A log is cut where it ends by whoever enters."""
+    """Return when each file of a run's steps was written, by path. Whoever enters cuts the logs where they end."""
     folders = ("commits", "timelines", "data")
     files = [each for folder in folders for each in (run / folder).rglob("*") if each.is_file()]
     return {str(each): each.stat().st_mtime_ns for each in files}

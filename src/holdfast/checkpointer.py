@@ -594,9 +594,10 @@ class Checkpointer:
 
         def look() -> tuple[bool, bool, bool]:
             is_lacking = lacks()
+            has_base = self._backend.base_step >= self.steps_done
             return (
                 is_lacking,
-                is_lacking and self._has_moved(),
+                is_lacking and (has_base or self._has_moved()),
                 is_lacking and self._is_changed(),
             )
 
@@ -606,7 +607,7 @@ class Checkpointer:
                 if any(changed for _, _, changed in asked):
                     self._training.forget_metrics()
                 self._training.note_again(is_no_place)
-                self._save_snapshot(again=any(moved for _, moved, _ in asked))
+                self._save_snapshot(again=any(again for _, again, _ in asked))
 
     def _save_snapshot(self, again: bool = False) -> None:
         """Make a snapshot of the current step, and accept the state as it is. Collective: every rank must call this."""

@@ -361,6 +361,27 @@ def test_no_base_is_made_of_a_replica_that_has_drifted(tmp_path, drifting):
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 4), state)
 
 
+def test_a_saved_state_is_the_trainers_however_it_was_changed(tmp_path):
+    loop, checkpointer = start(tmp_path, keep=Keep(9))
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        checkpointer.save()
+        checkpointer.save()
+        assert [event["step"] for event in events(tmp_path, "base")] == [0, 3]
+        loop.model.second.weight.data.mul_(2)
+        loop.model.first.weight.detach().numpy()[1] *= 3
+        checkpointer.save()
+        state = loop.state()
+        assert [event["step"] for event in events(tmp_path, "base")] == [0, 3, 3]
+        for i in range(3, 5):
+            loop.iteration(i, checkpointer.step)
+    assert not events(tmp_path, "drift")
+    assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 3), state)
+    assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 5), loop.state())
+
+
 # What is refused, what is told, what is left
 
 
@@ -781,6 +802,21 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         assert again.durable_step == 5
         with LocalStore.read(tmp_path / "run") as reader:
             assert reader.line()[0].step == 5
+
+
+def test_a_hyper_parameter_that_the_script_changed_is_told_at_a_resume_from_memory(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        progress = checkpointer._training.progress()
+    place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
+    with LocalStore.read(tmp_path / "run") as reader:
+        key = reader.timelines()[0][1].key
+    shared_memory.make(place)
+    retained_state.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, [1, key])
+    _, again = start(tmp_path, optimizer=partial(torch.optim.AdamW, lr=0.1))
+    with again, pytest.warns(UserWarning, match=r"param_groups\[0\]\['lr'\] is 0.01 and not 0.1"):
+        assert again.resume() == 5
 
 
 @pytest.mark.slow

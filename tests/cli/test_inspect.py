@@ -2,7 +2,6 @@
 
 import json
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,7 +117,7 @@ def test_show_tells_rates_data_and_skipped_steps_where_the_writer_kept_them(run)
         "loader": {"consumed": 1200},
         "skipped_steps": 1,
     }
-    facts = _facts(replace(reader.head(), progress=progress), [], 3)
+    facts = _facts(reader.head(), [], 3, 3, progress)
     assert facts["optimizer"] == "AdamW, learning rate 0.001, 0.0005"
     assert facts["data"] == "1,200 samples consumed"
     assert facts["skipped"] == "1 step whose loss or gradient was no number"

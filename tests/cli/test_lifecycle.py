@@ -10,6 +10,7 @@ import pytest
 from checkpoint.loops import cut_small, make
 from holdfast.checkpointer import Checkpointer
 from holdfast.store.commit.retention import Keep
+from holdfast.store.log.chain import read_journal
 from holdfast.store.run_store import LocalStore
 from survive_run import OPTIMIZER
 from tiny_run import TinyRun, flip
@@ -59,10 +60,26 @@ def test_a_dry_run_says_what_would_go_and_what_depends_on_it_and_changes_nothing
     assert f"Steps 0 to {line[1] - 1} could not be recovered any more." in rows[-1]
 
 
-def test_show_names_the_newest_step_beside_its_base(holdfast, run):
-    newest = steps(run)[0]
-    assert f"step         {newest}, and records of every step to 40" in holdfast("show", run).out
-    assert json.loads(holdfast("show", run, "--json").out)["records_to"] == 40
+@pytest.mark.parametrize("named, step", [("", 40), ("@38", 38)])
+def test_show_describes_the_step_that_diff_means(holdfast, run, named, step):
+    base = steps(run)[0]
+    text = " ".join(holdfast("show", f"{run}{named}").out.split())
+    assert f"step {step}, by the records of steps {base + 1} to {step} after the base of step {base} " in text
+    told = json.loads(holdfast("show", f"{run}{named}", "--json").out)
+    assert (told["step"], told["base_step"], told["records_to"]) == (step, base, 40)
+    with LocalStore.read(run) as reader:
+        manifest = reader.head()
+        [stream] = manifest.streams
+        record = read_journal(reader, stream).records[step].about["progress"]
+    assert told["progress"]["random"] == record["random"] != manifest.progress["random"]
+    compared = json.loads(holdfast("diff", f"{run}{named}", f"{run}@{base}", "--json").out)
+    assert compared["a"]["step"] == step
+
+
+def test_show_of_a_base_names_the_records_after_it(holdfast, run):
+    base = steps(run)[0]
+    assert f"step         {base}, and records of every step to 40" in holdfast("show", f"{run}@{base}").out
+    assert "has no step 41" in holdfast("show", f"{run}@41").err
 
 
 def test_show_says_that_needed_records_are_damaged(holdfast, run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.standby_job import stand_by
+from holdfast.cli.standby_job import stand_by, with_own_ports
 from holdfast.distributed import Ranks
 from holdfast.errors import BadInput, RunLocked
 from holdfast.store.disk import Disk
@@ -179,6 +180,25 @@ def job(capfd, per_process, good, **options):
 def test_standbys_take_over_until_one_ends_well(capfd):
     code, ended, told = job(capfd, 5, 3)
     assert (code, ended) == (0, [1, 2, 3]) and told.count("takes over") == 2
+
+
+def test_launcher_gets_a_free_port_in_place_of_a_named_one():
+    variables = {"MASTER_PORT": "29500", "MASTER_ADDR": "localhost"}
+    command = [
+        "torchrun", "--master_port", "29500", "--rdzv-endpoint=[::1]:29400", "-m", "train", "--main_process_port=0",
+    ]  # fmt: skip
+    words, own = with_own_ports(command, variables)
+    ports = {words.pop(2), words[2].rpartition(":")[2], own["MASTER_PORT"]}
+    assert words == [
+        command[0],
+        command[1],
+        f"--rdzv-endpoint=[::1]:{words[2].rpartition(':')[2]}",
+        *command[4:],
+    ]
+    assert own.keys() == {"MASTER_PORT"} and not ports & {"29500", "29400"}
+    for port in ports:
+        with socket.socket() as free:
+            free.bind(("", int(port)))
 
 
 LAUNCHER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -99,24 +100,44 @@ def test_killed_trainer_is_taken_over_with_the_same_bits(tmp_path):
     assert f"{trainer} ended with SIGKILL" in standby.told and "takes over" in standby.told
 
 
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
 @pytest.mark.crash
 @pytest.mark.timeout(300)
 def test_ranks_of_torchrun_are_taken_over(tmp_path):
+    """By those of another torchrun: when a rank is killed, which torchrun starts again as the next standby; and when
+    torchrun itself is, whose ranks would train on."""
     train(tmp_path / "whole", *TORCHRUN, DRILLED / "torch_ranks.py", STEPS=str(STEPS))
-    script = (*TORCHRUN, DRILLED / "torch_ranks.py")
-    ready = str(tmp_path / "ready")
+    held = tmp_path / "held"
+    held.mkdir()
+    for step in (9, 14):
+        (held / str(step)).touch()
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")  # fmt: skip
     standby = Standby(
-        tmp_path / "run",
-        tmp_path / "out",
-        *script,
-        STEPS=str(STEPS),
-        PAUSE="0.1",
-        UNTIL=ready,
-        BASE_EVERY="100",
-    )  # a newer base would be taken instead of what was followed
-    trainer = standby.at_work(ready)
-    os.kill(trainer, signal.SIGKILL)
+        tmp_path / "run", tmp_path / "out", *torchrun, DRILLED / "torch_ranks.py", STEPS=str(STEPS), PAUSE="0.1",
+        HELD=str(held), BASE_EVERY="100",
+    )  # fmt: skip
+    # a newer base would be taken instead of what was followed
+
+    def at_work(step, ready):
+        """The rank that trains a few steps after ``step``, where it was held until a standby was ready."""
+        standby.until(lambda: standby.told.count("is ready to take over") == ready and standby.follows())
+        (held / str(step)).unlink()
+        standby.until(lambda: standby.steps() and standby.steps()[-1][0] >= step + 3)
+        return standby.steps()[-1][1]
+
+    trainers = [at_work(9, 1)]
+    os.kill(trainers[0], signal.SIGKILL)
+    trainers.append(at_work(14, 2))
+    psutil.Process(trainers[1]).parent().kill()
     assert standby.process.wait(150) == 0, standby.told[-4000:]
-    assert "followed to step" in standby.told
-    assert len({pid for _, pid in standby.steps()}) == 2
+    assert standby.told.count("followed to step") == 2
+    assert standby.told.count("has taken over from the workers") == standby.told.count("takes over") == 1
+    pids = [*dict.fromkeys(pid for _, pid in standby.steps())]
+    assert pids[:2] == trainers and len(pids) == 3
     assert diff(f"{tmp_path}/whole@{STEPS}", f"{tmp_path}/run@{STEPS}", as_json=False)

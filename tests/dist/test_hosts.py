@@ -81,6 +81,7 @@ def test_three_ranks_of_accelerate_are_killed_and_two_go_on(world, by_torch, tmp
     script = {"host": "accelerate", "kind": "fsdp", "root": tmp_path / "run"}
     killed(world, 3, batch=4, **script)
     accumulated = {"batch": 3, "accumulate": 2}
+    killed(world, 2, **script, **accumulated)
     compare(finished(world.run(2, **script, **accumulated)), by_torch(3, 2, **accumulated))
 
 
@@ -96,9 +97,10 @@ def test_two_ranks_of_accelerate_are_killed_and_three_go_on(world, by_torch, tmp
 
 
 def test_three_processes_of_a_trainer_are_killed_and_two_go_on(world, tmp_path):
-    """As from the trainer's own checkpoint."""
+    """As from the trainer's own checkpoint. Two others have begun before, and were killed before their first step."""
     script = {"host": "trainer", "kind": "fsdp"}
     killed(world, 3, root=tmp_path / "run", batch=4, **script)
+    killed(world, 2, root=tmp_path / "run", batch=6, **script)
     rest = finished(world.run(2, root=tmp_path / "run", batch=6, **script))
     own = {**script, "output": tmp_path / "output"}
     finished(world.run(3, batch=4, save_at=RESUMED, **own))
@@ -108,9 +110,10 @@ def test_three_processes_of_a_trainer_are_killed_and_two_go_on(world, tmp_path):
 
 
 def test_three_processes_of_lightning_are_killed_and_two_go_on(world, by_torch, tmp_path):
-    """The mean of an epoch is over the losses of the three and of the two."""
+    """The mean of an epoch is over the losses of the three and of the two. Two were killed before their first step."""
     script = {"host": "lightning", "kind": "fsdp", "root": tmp_path / "run"}
     first = killed(world, 3, batch=4, **script)
+    killed(world, 2, batch=6, **script)
     rest = finished(world.run(2, batch=6, **script))
     compare(rest, by_torch(3, 2, batch=6, order="distributed"))
     before = sum(4 * loss for said in first for step in "567" for loss in said["losses"][step])

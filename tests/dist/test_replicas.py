@@ -46,10 +46,11 @@ def wait_for(met, seconds=20):
         time.sleep(0.01)
 
 
-def goes_on(world, tmp_path, kind, died, steps=14, **order):
-    """All ranks come to the end from one step, with the bits of a run that was never cut."""
+def goes_on(world, tmp_path, kind, died, steps=14, told="", rest_order=None, **order):
+    """All ranks come to the end from one step, with the bits of a run that was never cut, and are ``told``."""
     whole = ended(world.run_undisturbed(2, kind=kind, steps=steps, **order))
-    rest = ended(run(world, tmp_path, kind, steps, **order))
+    rest = ended(run(world, tmp_path, kind, steps, **{**order, **(rest_order or {})}))
+    assert not told or all(any(told in text for text in said["warnings"]) for said in rest)
     for one, other in zip(whole, rest, strict=True):
         assert other["resumed"] == rest[0]["resumed"]
         assert other["losses"] == one["losses"][other["resumed"] :]
@@ -82,11 +83,20 @@ def test_the_replicas_are_what_the_trainers_are_after_every_step(
         assert ended(found)[0]["digests"] == {str(step): said[0]["digests"][str(step)]}
 
 
+def test_a_saved_state_is_the_trainers_though_one_rank_changed_its_part(world, tmp_path, memory):
+    said = ended(run(world, tmp_path, "fsdp", 2, changed_at=[1, 2], save_at=2))
+    assert [event["step"] for event in events(tmp_path, "base")] == [0, 2, 2]
+    assert not events(tmp_path, "drift")
+    rest = ended(world.run(2, kind="fsdp", root=tmp_path / "run", steps=2))
+    assert [each["digests"] for each in rest] == [{"2": each["digests"]["2"]} for each in said]
+
+
 @pytest.mark.parametrize("kind, killed", one_in(2, KINDS, [0, 1]))
 def test_a_rank_is_killed_and_all_go_on_from_memory(world, tmp_path, memory, kind, killed):
     died = run(world, tmp_path, kind, 14, kill=[killed, 9])
     assert died[killed]["code"] == -9 and "error" in died[1 - killed]
-    step = goes_on(world, tmp_path, kind, died)
+    told = "param_groups[0]['initial_lr'] is 0.01 and not 0.02"
+    step = goes_on(world, tmp_path, kind, died, told=told, rest_order={"optimizer": "faster adamw"})
     assert max(said["survives"] for said in died) <= step <= 8
     assert from_memory(tmp_path) == [step]
     assert max(said["durable"] for said in died) == 0

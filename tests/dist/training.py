@@ -97,6 +97,7 @@ class Factored(torch.optim.Optimizer):
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "faster adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
     "foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "global": lambda p: Global(p, lr=0.01),
@@ -351,6 +352,7 @@ def train(
     wait_at: int | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
+    changed_at: tuple[int, int] | None = None,
     save_every: int | None = None,
     pause: float = 0.0,
     loader: str | None = None,
@@ -617,6 +619,11 @@ def train(
             if step == moved_at:
                 schedule.step()
                 say(rate=chosen.param_groups[0]["lr"])
+            if changed_at is not None and step == changed_at[1]:
+                checkpointer.save()
+                if rank == changed_at[0]:
+                    local_of(plain.second.weight.data).mul_(2)  # nobody sees it
+                digests[step] = whole_state(model, chosen, averages)
             if step == save_at and rank == between:  # of two steps
                 model(torch.ones(5, 7)).sum().backward()
                 chosen.step()

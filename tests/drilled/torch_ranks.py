@@ -21,10 +21,8 @@ def main():
         run, model=model, optimizer=optimizer, wait_each_step=True, **bases
     ) as checkpointer:
         for step in range(checkpointer.resume(), int(os.environ.get("STEPS", "40"))):
-            while step == 9 and not os.path.exists(
-                os.environ.get("UNTIL", "/")
-            ):  # until a test has what it waits for
-                time.sleep(0.01)
+            while "HELD" in os.environ and os.path.exists(f"{os.environ['HELD']}/{step}"):
+                time.sleep(0.01)  # until a test has what it waits for
             source = torch.Generator().manual_seed(2 * step + dist.get_rank())
             model(torch.randn(4, 6, generator=source)).square().mean().backward()
             optimizer.step()

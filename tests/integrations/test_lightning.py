@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +16,13 @@ from dist.world import World
 def world():
     with World("lightened") as world:
         yield world
+
+
+def written_in(run: Path) -> dict[str, int]:
+    """Return when each file of a run's steps was written, by path. Whoever enters cuts the logs where they end."""
+    folders = ("commits", "timelines", "data")
+    files = [each for folder in folders for each in (run / folder).rglob("*") if each.is_file()]
+    return {str(each): each.stat().st_mtime_ns for each in files}
 
 
 @pytest.mark.slow
@@ -38,9 +45,10 @@ def test_another_number_of_processes_is_refused_by_name(world, tmp_path):
         (1, "The run reads an order by seed and epoch, and this script"),
         (3, "A step of the run has 6 samples"),
     ):
-        shutil.copytree(tmp_path / "run", tmp_path / str(others))
-        said = world.run(others, root=tmp_path / str(others), output=tmp_path)
+        before = written_in(tmp_path / "run")
+        said = world.run(others, root=tmp_path / "run", output=tmp_path)
         assert f"was trained by 2 ranks, and here are {others}. {why}" in said[0]["error"]
+        assert written_in(tmp_path / "run") == before
 
 
 @pytest.mark.slow

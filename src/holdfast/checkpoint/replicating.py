@@ -69,6 +69,9 @@ class ReplicaBackend(DurabilityBackend):
     def has(self, step: int) -> bool:
         return self.replica.durable_step >= step
 
+    def has_state_in_base(self) -> bool:
+        return self.replica.is_as_trainer()
+
     def standing(self) -> dict[str, Any]:
         return {"replica_step": self.replica_step}
 

@@ -7,6 +7,7 @@ stopped first, so that none starts another one meanwhile, and then killed. Calle
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -75,6 +76,30 @@ class Child:
                     f"processes of {self.pid} have not ended {KILL_SECONDS:g} s after SIGKILL, as when a disk hangs"
                 )
             time.sleep(0.005)
+
+
+class Handle:
+    """A hold on a process that this one did not start, which its number's next owner cannot be mistaken for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def of(cls, pid: int) -> Handle | None:
+        """Return a hold on ``pid``; None if it has ended, or if the system has no such holds."""
+        try:
+            return cls(os.pidfd_open(pid))
+        except (AttributeError, OSError):
+            return None
+
+    def kill(self) -> None:
+        """Kill the process. On return it runs no more, unless a disk hangs."""
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            select.select([self._descriptor], [], [], KILL_SECONDS)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 def descendants(pid: int) -> list[int]:

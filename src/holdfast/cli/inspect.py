@@ -15,19 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
-from ..errors import BadInput, CommitRetired, Damaged, DiskFailed, Unreadable
+from ..errors import BadInput, CommitRetired, Damaged, DiskFailed, NoCommit, Unreadable
 from ..quantities import counted, format_bytes
 from ..store.commit.retention import WEIGHTS, copies_in
 from ..store.disk import reference_at
 from ..store.format.manifest import CommitRef, Manifest
 from ..store.format.payload_files import regions
-from ..store.log.chain import last_step, verify_records
-from ..store.object_store import place_of
+from ..store.log.chain import last_step, progress_at, verify_records
+from ..store.object_store import NamedCommit, place_of
 from ..store.reader import RunReader
 from ..store.repairing import repair
 from ..store.run_store import LocalStore
 from .output import atom_table, console, plain_table, print_facts, print_json, print_table, progress
-from .runs import directory_of, label, local_time, open_run, summary, with_commits
+from .runs import (
+    directory_of,
+    label,
+    local_time,
+    open_commit,
+    open_run,
+    summary,
+    while_training,
+    with_commits,
+)
 
 if TYPE_CHECKING:
     from ..formats.source import Source
@@ -116,27 +125,33 @@ def _shared_bytes(order: list[CommitRef], files: dict[CommitRef, dict[str, int]]
 
 
 def show(commit: str, *, as_json: bool) -> None:
-    """Print the content of a commit: its origin and its tensors."""
+    """Print the content of a step: its origin and its tensors. A run without a step means its newest one."""
     if is_foreign(commit):
         from .foreign_states import show as show_foreign
 
         return show_foreign(open_foreign(commit), as_json=as_json)
-    with_commits([commit], partial(_show, as_json=as_json))
+    while_training([commit], lambda: _show(*open_step(commit), as_json=as_json))
 
 
-def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
+def _show(reader: RunReader, manifest: Manifest, step: int, newest: int | None, *, as_json: bool) -> None:
+    """Print ``step``, a commit or what records bring it to.
+
+    ``newest`` is the step that records reach; None if those that the commit needs cannot be used.
+    """
     stored = reader.atoms(manifest)
     atoms = list(stored.values())
-    newest = _records_to(reader, manifest)
+    progress = manifest.progress if step == manifest.step else _progress_at(reader, manifest, step)
     if as_json:
         units = {name: manifest.step if f.step is None else f.step for name, f in manifest.files.items()}
         print_json(
             summary(manifest)
             | {
+                "step": step,
+                "base_step": manifest.step,
                 "records_to": newest,
                 "writer": manifest.writer,
                 "ranks": len(manifest.streams),
-                "progress": manifest.progress,
+                "progress": progress,
                 "units": units,
                 "atoms": atoms,
             }
@@ -144,7 +159,10 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
         return
     out = console()
     print_facts(
-        out, _facts(manifest, atoms, newest) | _shared(reader, manifest) | _referenced(reader, manifest)
+        out,
+        _facts(manifest, atoms, step, newest, progress)
+        | _shared(reader, manifest)
+        | _referenced(reader, manifest),
     )
     out.print()
     parts = {key: len(held) for key, held in regions(manifest, stored).items()}
@@ -241,26 +259,37 @@ def open_foreign(text: str) -> Source:
     return open_source(Path(text))
 
 
-def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) -> dict[str, str]:
-    """Return the facts of a commit that are printed before its tensors.
+def _progress_at(reader: RunReader, manifest: Manifest, step: int) -> dict[str, Any]:
+    """Return the progress, as the first rank has it, of a ``step`` that records after a commit lead to."""
+    stream = manifest.streams[0]
+    return {**manifest.progress_of(stream), **progress_at(reader, manifest, stream, step)}
+
+
+def _facts(
+    manifest: Manifest, atoms: list[dict[str, Any]], step: int, newest: int | None, progress: dict[str, Any]
+) -> dict[str, str]:
+    """Return the facts of a ``step`` that are printed before its tensors.
 
     ``newest`` is the step that log records reach; None if those that the commit needs cannot be
-    used. Progress is whatever the writer stored.
+    used. ``progress`` is whatever the writer stored.
     """
     fork = (
         "the beginning"
         if manifest.parent is None
         else f"step {manifest.fork_step} of timeline {manifest.parent}"
     )
-    writer, progress = manifest.writer, manifest.progress
+    writer, base = manifest.writer, manifest.step
     sizes = [math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param"]
     records = ""
     if newest is None:
         records = "; records that it needs cannot be used (holdfast verify)"
-    elif newest > manifest.step:
+    elif step > base:
+        one, several = f"record of step {step:,}", f"records of steps {base + 1:,} to {step:,}"
+        records = f", by the {one if step == base + 1 else several} after the base of step {base:,}"
+    elif newest > base:
         records = f", and records of every step to {newest:,}"
     facts = {
-        "step": f"{manifest.step:,}{records}",
+        "step": f"{step:,}{records}",
         "timeline": f"{manifest.timeline}, from {fork}",
         "written": f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}"
         + (f", one of {len(manifest.streams)} ranks" if len(manifest.streams) > 1 else ""),
@@ -304,6 +333,32 @@ def _referenced(reader: RunReader, manifest: Manifest) -> dict[str, str]:
     return {
         "not copied": f"{format_bytes(nbytes)} of that, read from {', '.join(sorted(folders)) or 'a folder'}"
     }
+
+
+def open_step(text: str) -> tuple[RunReader, Manifest, int, int | None]:
+    """Return the reader of the step that ``text`` names, the commit that leads there, the step, and the last one.
+
+    The last is the step to which records lead from the commit; None if those that it needs cannot be used. Raises
+    ``NoCommit`` if neither a commit nor records have the step.
+    """
+    target = NamedCommit.parse(text)
+    try:
+        reader, manifest = open_commit(text)
+    except NoCommit:
+        if target.step is None:
+            raise
+        reader = open_run(target.run)
+        before = [ref for ref in reader.line(target.timeline) if ref.step < target.step]
+        if not before:
+            raise
+        manifest = reader.load(before[0])
+        last = _records_to(reader, manifest)
+        if last is None or last < target.step:
+            raise
+        return reader, manifest, target.step, last
+    last = _records_to(reader, manifest)
+    step = target.step if target.step is not None else max(manifest.step, last or 0)
+    return reader, manifest, step, last
 
 
 def _records_to(reader: RunReader, manifest: Manifest) -> int | None:

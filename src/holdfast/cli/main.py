@@ -156,7 +156,7 @@ def ls(run: Run, json: AsJson = False) -> None:
 
 @app.command()
 def show(commit: Commit, json: AsJson = False) -> None:
-    """Show what a commit, or a state of another library, holds."""
+    """Show what a step of a run, or a state of another library, holds."""
     from .inspect import show as show_commit
 
     show_commit(commit, as_json=json)

@@ -4,16 +4,20 @@ The second process runs the script up to the opening of the run, where it waits 
 and the model is built. The system drops the lock with the process that trains, so the takeover needs nobody to notice
 the death. This module starts the processes, passes signals on, and decides when it is over: exit code 0 of the process
 that trains ends all. A launcher such as torchrun may outlive its workers and start them again (``--max-restarts``).
-The standby then trains, and the new workers are its standby. Called by ``main``.
+The standby then trains, and the new workers are its standby. Two launchers on one machine cannot have one port, so
+each process but the first gets ports of its own where the command names one. Called by ``main``.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,7 +26,7 @@ from ..events import parsed
 from ..quantities import counted
 from ..supervised.attempt import Supervisor
 from ..supervised.standing_by import OPENED, VARIABLE, WAITING, forget_closing
-from .child_process import Child, ending
+from .child_process import Child, Handle, ending
 
 LOOK_SECONDS = 0.02
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,6 +34,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 FAILED_STANDBYS = 3
 """The number of standbys in a row that may end before they are ready; then the training goes on without one."""
+PORTS = re.compile(r"--(master-port|main-process-port|rdzv-endpoint)")
+"""The options of launchers that name a port."""
+PORT_VARIABLES = ("PET_MASTER_PORT", "PET_RDZV_ENDPOINT", "MASTER_PORT")
+"""The variables of the environment that do."""
 FRUITLESS = 2
 """The number of processes in a row that may die without a durable step of their own; then the script is at fault."""
 
@@ -47,6 +55,8 @@ class _Process:
     """The time of that, in seconds since the epoch."""
     was_left = False
     """True once another process has the run, though this one is alive."""
+    worker: Handle | None = None
+    """The process that opened the run; None until then, or if it is ``child`` itself."""
     _lines = 0
     """The number of lines that were read."""
 
@@ -60,6 +70,23 @@ class _Process:
             self.waits = line.get("is") == WAITING
             if line.get("is") == OPENED:
                 self.opened, self.opened_at = line["step"], line.get("time", 0.0)
+                self._follow(line.get("pid", self.child.pid))
+
+    def _follow(self, pid: int) -> None:
+        self.drop_worker()
+        if pid != self.child.pid:
+            self.worker = Handle.of(pid)
+
+    def drop_worker(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
+
+    def end_worker(self) -> None:
+        """End the process that trains though its launcher has died: nobody would see its end."""
+        if self.worker is not None:
+            self.worker.kill()
+        self.drop_worker()
 
 
 def stand_by(command: Sequence[str], *, restarts: int) -> int:
@@ -92,6 +119,7 @@ class _Job:
             for process in (self._spare, self._trainer):
                 if process is not None:
                     process.child.kill()
+                    process.drop_worker()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -118,6 +146,8 @@ class _Job:
         self._trainer.read()
         died = self._trainer
         final = code if code >= 0 else 128 - code
+        if code != 0:
+            died.end_worker()
         if code == 0 or self._asked:
             return final
         if died.opened is None and self._number == 1:
@@ -163,6 +193,7 @@ class _Job:
                 self._say(f"process {spare.child.pid} is ready to take over from {self._trainer.child.pid}")
             return
         self._spare = None
+        spare.drop_worker()
         if spare.was_left:  # a launcher that does not start its workers again
             self._say(f"process {spare.child.pid} ended with {ending(code)}")
             return
@@ -184,7 +215,14 @@ class _Job:
     def _start(self) -> _Process:
         self._number += 1
         status = self._folder / f"process-{self._number}.jsonl"
-        return _Process(Child(self._command, {VARIABLE: str(status)}), status)
+        command, ports = list(self._command), dict[str, str]()
+        if self._number > 1:
+            command, ports = with_own_ports(command, os.environ)
+        started = _Process(Child(command, {VARIABLE: str(status), **ports}), status)
+        own = [new for new, old in zip(command, self._command, strict=True) if new != old]
+        if own := [*own, *(f"{name}={port}" for name, port in ports.items())]:
+            self._say(f"process {started.child.pid} has a port of its own: {', '.join(own)}")
+        return started
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on to the process that trains, and begin the end where it is one that ends."""
@@ -194,3 +232,36 @@ class _Job:
     @staticmethod
     def _say(text: str) -> None:
         print(f"holdfast standby: {text}", file=sys.stderr, flush=True)
+
+
+def with_own_ports(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return ``command`` with free ports in place of those that it names, and the variables that need others.
+
+    Options after the script are the script's, and stay. Port 0 stays, too: it is a free one for every process.
+
+    >>> with_own_ports(["torchrun", "--rdzv-endpoint", "localhost:0", "train.py", "--master-port=1"], {})[0]
+    ['torchrun', '--rdzv-endpoint', 'localhost:0', 'train.py', '--master-port=1']
+    """
+    words, is_value = list(command), False
+    for i, word in enumerate(words):
+        if is_value:
+            words[i], is_value = _with_free_port(word), False
+            continue
+        if i and word.endswith(".py"):
+            break
+        option, equals, value = word.partition("=")
+        if PORTS.fullmatch(option.replace("_", "-")):
+            is_value = not equals
+            words[i] = f"{option}={_with_free_port(value)}" if equals else word
+    ports = {name: _with_free_port(variables[name]) for name in PORT_VARIABLES if name in variables}
+    return words, {name: port for name, port in ports.items() if port != variables[name]}
+
+
+def _with_free_port(address: str) -> str:
+    """Return ``address``, PORT or HOST:PORT, with a port that is free now, unless the port is 0 or missing."""
+    host, colon, port = address.rpartition(":")
+    if not port.isdecimal() or int(port) == 0:
+        return address
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return f"{host}{colon}{taken.getsockname()[1]}"

@@ -103,6 +103,8 @@ class Fit:
         self._restored: dict[str, Any] = {}
         self.of_ranks: list[dict[str, Any]] = []
         """The states of all processes of the run, where another number of them continues it."""
+        self._found: dict[str, Any] | None = None
+        """The place of the run, where Lightning looks for it before the run is resumed."""
         self._has_place = False
         """True once the place of the run was found again."""
         self._began = False
@@ -183,6 +185,9 @@ class Fit:
         set_up_again(self._newest, LOADER, self._parameters(), trainer.optimizers)
         if self._open():
             self.random = random_state()
+            if self._found is not None:
+                self._find_place(self._found)
+                iter(trainer.fit_loop._data_fetcher)  # its batches are others now
 
     def _open(self) -> bool:
         """Open the run, and return whether it was resumed."""
@@ -283,9 +288,12 @@ class Fit:
         return encode(self.place.state(self._loop.batch_progress.current.completed))
 
     def _find_place(self, found: dict[str, Any]) -> None:
-        assert self.place is not None and self.random is not None
+        assert self.place is not None
         state = decode(found)
         self.place.check(state)
+        if self.random is None:  # the run is being resumed
+            self._found = found
+            return
         self.place.set_epoch(self._trainer.fit_loop.epoch_progress.current.processed)
         self.place.load(state, self.random)
         self._has_place = True
@@ -294,6 +302,9 @@ class Fit:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        if self._restored and not self._began:  # some of it is set when training begins
+            sums = {"sums": self._sums()} if "sums" in self._restored else {}
+            return {**self._restored, **sums, "processes": trainer.world_size}
         return {
             "processes": trainer.world_size,
             "accumulate_grad_batches": self._accumulates,
@@ -321,15 +332,32 @@ class Fit:
         # else what follows the last batch is left out, and all epochs with it, where this trainer has run a fit before
         self._loop.val_loop._has_run = False
         self._restored = state
+        if (
+            self._checkpointer is not None
+            and state.get("processes", trainer.world_size) != trainer.world_size
+        ):
+            self._look_for_place(state["processes"])
+
+    def _look_for_place(self, there: int) -> None:
+        """Raise ``RunMismatch`` if the place of a run of ``there`` processes means nothing to this number of them.
+
+        Called before anything is written. Lightning makes the loader here, and then not again when training begins.
+        """
+        self._trainer.fit_loop.setup_data()
+        if self.place is not None and self._found is None:
+            raise self._no_place(there)
 
     def _refuse_no_place(self) -> None:
         """Raise ``RunMismatch`` if another number of processes would continue without a place in the data."""
         there = self._restored.get("processes", self._trainer.world_size)
         if there != self._trainer.world_size and not self._has_place:
-            raise RunMismatch(
-                f"{self._callback.run} has no place in the data that another number of processes could find, as it was"
-                f" trained by {there}. Resume with {there}, or begin another run."
-            )
+            raise self._no_place(there)
+
+    def _no_place(self, there: int) -> RunMismatch:
+        return RunMismatch(
+            f"{self._callback.run} has no place in the data that another number of processes could find, as it was"
+            f" trained by {there}. Resume with {there}, or begin another run."
+        )
 
     def _sums(self) -> dict[str, Any]:
         """Return the running sums of the epoch with which this process continues."""

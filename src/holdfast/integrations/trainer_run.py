@@ -230,6 +230,7 @@ class Training:
 
     def _go_on(self, found: dict[str, Any], loop: dict[str, Any]) -> None:
         """Restore the place of ``found``, end its step as it was ended, and do the rest of the epoch."""
+        found = self._restored_here(found)
         trainer, place = self._trainer, _Place(**found["place"])
         self._restore(found)
         self._place, self._recorded_step = place, trainer.state.global_step
@@ -251,8 +252,7 @@ class Training:
         elif batches:
             self._random_now = random_state()
             if self._batches is not None:
-                is_own = place.pending is not None and not self.of_ranks  # others make other batches
-                pending = [decode(place.pending)] if is_own else []
+                pending = [decode(place.pending)] if place.pending is not None else []
                 self._batches.replay_generators(batches, [*pending, self._random_now])
             self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
@@ -260,6 +260,8 @@ class Training:
     # The loader's interface for the checkpointer
 
     def state_dict(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored_here(self._restored)
         trainer = self._trainer
         return {
             "same": self._same(),
@@ -334,8 +336,6 @@ class Training:
         trainer.state.log_history = self._logged.entries_of(found["log_history"])
         for name, value in found["loss"].items():
             setattr(trainer, name, value)
-        if self.of_ranks:
-            self._divide_unlogged()
         trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
         vars(trainer.control).update(found["control"])
         if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
@@ -353,16 +353,21 @@ class Training:
         if self._attributes is not None and found.get("attributes"):
             self._attributes.restore(found["attributes"])
 
-    def _divide_unlogged(self) -> None:
-        """Divide among the present processes what those of the run have not logged yet: losses and operations.
+    def _restored_here(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the restored ``state`` as one of the present processes has it.
 
-        Each process holds its own sums, and the log has their mean or total.
+        What another number of processes had not logged yet, losses and operations, is divided: each process holds its
+        own sums, and the log has their mean or total. These processes make other batches.
         """
-        losses = [state["loss"] for state in self.of_ranks]
-        trainer = self._trainer
-        trainer._tr_loss = torch.stack([each["_tr_loss"] for each in losses]).mean()
+        if not self.of_ranks:
+            return state
+        losses = [each["loss"] for each in self.of_ranks]
         operations = sum(each["current_flos"] for each in losses)
-        vars(trainer)["current_flos"] = operations / trainer.args.world_size
+        unlogged = {
+            "_tr_loss": torch.stack([each["_tr_loss"] for each in losses]).mean(),
+            "current_flos": operations / self._trainer.args.world_size,
+        }
+        return {**state, "loss": state["loss"] | unlogged, "place": state["place"] | {"pending": None}}
 
 
 @dataclass

@@ -137,8 +137,9 @@ class RunReader:
                 return self.load(ref)
         steps = ", ".join(str(step) for step in sorted({ref.step for ref in candidates})) or "none"
         of = "" if timeline is None else f" of timeline {timeline}"
-        lead = " Steps that records lead to are in no commit: resume, diff and convert take them." * bool(
-            self.disk.listdir("journal")
+        lead = (
+            " Steps that records lead to are in no commit: resume, show, diff and convert take them."
+            * bool(self.disk.listdir("journal"))
         )
         raise NoCommit(
             f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.describe_others(step)}"

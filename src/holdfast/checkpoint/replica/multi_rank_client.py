@@ -97,8 +97,8 @@ class Replicas(Replica):
         if found is not None:
             own = retained_state.leading_to(found.step, mine)
             assert own is not None
-            progress: dict[str, Any] = {}
-            wrong = ranks.all_do(lambda: self._load(own, found.step, script, progress))
+            progress, told = dict[str, Any](), list[str]()
+            wrong = ranks.all_do(lambda: self._load(own, found.step, script, progress, told))
             problems = [
                 f"what the replica of rank {rank} kept is not whole: {text}"
                 for rank, text in enumerate(wrong)
@@ -110,7 +110,7 @@ class Replicas(Replica):
                 give_to_others(self._state, ranks)
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
-                return RecoveryResult(found, self._told_of_stray(own), progress=progress)
+                return RecoveryResult(found, told + self._told_of_stray(own), progress=progress)
         recovered = recover(
             store, self._state, script, ranks=ranks, target=target, exact=exact, approximate=approximate
         )
@@ -121,22 +121,30 @@ class Replicas(Replica):
         return replace(recovered, problems=problems + recovered.problems, same_cut=True, residuals_lost=False)
 
     def _load(
-        self, own: retained_state.RetainedState, step: int, script: ScriptState, progress: dict[str, Any]
+        self,
+        own: retained_state.RetainedState,
+        step: int,
+        script: ScriptState,
+        progress: dict[str, Any],
+        told: list[str],
     ) -> str | None:
-        """Bring this rank's part of the state to ``step``, from its kept state ``own``, and fill ``progress``.
+        """Bring this rank's part of the state to ``step``, from its kept state ``own``.
 
-        Returns the reason if that is impossible, otherwise None.
+        Fills ``progress``, and ``told`` with warnings of what the script gave otherwise. Returns the reason if the step
+        cannot be reached, otherwise None.
         """
         part = rebuild(describe(self._state))
         try:
             with shared_memory.opened(own.path) as memory:
                 found = recover(memory, part, script, ranks=Ranks(), target=step, exact=True)
+                kept = memory.load(memory.line()[0]).progress
         except (Damaged, NoCommit) as error:
             return str(error)
         self._state.forget_optimizer_state()
         copy_into(part, self._state)
         self._state.load({key: tensor for key, (_, tensor) in part.buffers().items()})
         progress.update(found.progress)
+        told += script.override_warnings(kept, found.progress)
         return None
 
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:

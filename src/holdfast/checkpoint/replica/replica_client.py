@@ -84,6 +84,8 @@ class Replica:
         self._handed = self._done = -1
         """The newest step that the replica has been handed, and the newest that it has done."""
         self._drift: str | None = None
+        self._answer: bool | None = None
+        """The replica's answer to the last question whether it holds the trainer's state; None until it comes."""
         self._left: list[str] = []
         self._under_way = False
         self._states = 0
@@ -191,13 +193,14 @@ class Replica:
         if found is not None and own is not None:
             try:
                 with shared_memory.opened(own.path) as memory:
-                    progress = recover(memory, self._state, script, ranks=Ranks()).progress
+                    loaded = recover(memory, self._state, script, ranks=Ranks())
             except Damaged as error:
                 problems.append(f"what the replica kept is not whole: {error}")
             else:
                 durable = self._helper.durable_step = retained_state.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
-                return RecoveryResult(found, self._told_of_stray(own), progress=progress)
+                told = loaded.problems + self._told_of_stray(own)
+                return RecoveryResult(found, told, progress=loaded.progress)
         recovered = recover(
             store, self._state, script, ranks=Ranks(), target=target, exact=exact, approximate=approximate
         )
@@ -374,6 +377,18 @@ class Replica:
                 self._compare(1 << 62)
             self._helper.wait_for(lambda: self.durable_step >= step or self._drift is not None)
 
+    def is_as_trainer(self) -> bool:
+        """Return whether the replica holds the trainer's state as it is now, by all bytes of its tensors.
+
+        Called at a step that the replica has done. Training waits.
+        """
+        self.drain()
+        found = state_digests.take(self._state, state_digests.owners(self._state), 1 << 62)
+        self._answer = None
+        self._helper.send({"is_as": found, "values": self._state.values()})
+        self._wait_for(lambda: self._answer is not None)
+        return bool(self._answer)
+
     def _compare(self, most_bytes: int) -> None:
         found = state_digests.take(self._state, self._left, most_bytes)
         values = None if self._left else self._state.values()
@@ -476,3 +491,5 @@ class Replica:
                 self._under_way = False
         elif "drift" in about:
             self._drift, self._left = about["drift"], []
+        elif "is_as" in about:
+            self._answer = about["is_as"]

@@ -167,6 +167,8 @@ class ReplicaServer:
             self._take_step(message)
         elif "compare" in about:
             self._compare(about)
+        elif "is_as" in about:
+            self._say(is_as=self._equal and not self._differences(about["is_as"], about["values"]))
         elif "make_base" in about:
             self._make_base(about)
         elif "close" in about:
@@ -274,17 +276,22 @@ class ReplicaServer:
 
     def _compare(self, about: dict[str, Any]) -> None:
         """Compare some tensors; after the last ones make a snapshot of a state that was found equal."""
-        assert self._state is not None
         if not self._equal:
             return
-        keys = state_digests.different(self._state, about["compare"])
-        if about["last"] and about["values"] != self._state.values():
-            keys.append("values that are no tensors")
+        keys = self._differences(about["compare"], about["values"] if about["last"] else None)
         if keys:
             self._equal = False
             self._say(drift=f"at step {self._step} {shown(keys, 1)} differs")
         elif about["last"]:
             self._begin_base()
+
+    def _differences(self, digests: state_digests.Digests, values: Any) -> list[str]:
+        """Return what differs from the trainer's tensors and, unless None, from its ``values`` that are no tensors."""
+        assert self._state is not None
+        keys = state_digests.different(self._state, digests)
+        if values is not None and values != self._state.values():
+            keys.append("values that are no tensors")
+        return keys
 
     def _make_base(self, about: dict[str, Any]) -> None:
         """Make a snapshot without a comparison, unless the state is known to differ."""

@@ -272,13 +272,13 @@ class SnapshotScheduler:
     def has_state_of(self, step: int) -> bool:
         """Return whether the newest snapshot is of ``step`` and holds the state as it is now, by all of its bytes.
 
-        One with chunks of earlier steps is not compared, since the records that bring them to ``step`` would have to be
-        replayed.
+        False for one with chunks of earlier steps: only its records bring these to ``step``, and no record has what the
+        script changed since. To replay them for a comparison would take longer than another snapshot.
         """
         newest = self._store.newest_base
-        if newest is None or newest.step != step:
+        if newest is None or newest.step != step or newest.oldest_step < step:
             return False
-        return newest.oldest_step < step or self.bases.is_as_in(newest)
+        return self.bases.is_as_in(newest)
 
     def save_snapshot(self, step: int, again: bool = False, compares: bool = True) -> None:
         """Make a snapshot of the current ``step``, chunk by chunk. It is durable on return.

@@ -156,6 +156,7 @@ class Batches:
         self.count = 0
         """The number of batches of the current pass that were handed out."""
         self._restored: dict[str, Any] | None = None
+        """The place of the run, from ``load_state_dict`` to ``resumed``."""
         self._is_left, self._newest = False, object()
 
     @property
@@ -186,6 +187,8 @@ class Batches:
             self._epoch, self.count, self._is_left = self._epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored
         iteration = getattr(self.loader, "iteration", None)
         return {"epoch": self._epoch, "iteration": iteration, **self.place.state(self.count)}
 
@@ -195,12 +198,13 @@ class Batches:
 
     def resumed(self) -> None:
         """Continue from the restored state. Called when the generators are where the run had them."""
-        if self._restored is not None:
-            self.place.load(self._restored, random_state())
-            self._epoch, self.count = self._restored["epoch"], self.place.count_of(self._restored)
+        found, self._restored = self._restored, None
+        if found is not None:
+            self.place.load(found, random_state())
+            self._epoch, self.count = found["epoch"], self.place.count_of(found)
             self._is_left, self._newest = False, object()
-            if self._restored["iteration"] is not None:
-                self.loader.iteration = self._restored["iteration"]
+            if found["iteration"] is not None:
+                self.loader.iteration = found["iteration"]
 
 
 def _watched(loader: DataLoader) -> WatchedBatches:

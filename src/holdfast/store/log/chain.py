@@ -242,6 +242,11 @@ def last_step(store: RunReader, base: Manifest) -> int:
     )
 
 
+def progress_at(store: RunReader, base: Manifest, stream: str, step: int) -> dict[str, Any]:
+    """Return the progress of ``stream`` at a ``step`` that its records after ``base`` reach."""
+    return chain_of(base, stream, read_journal(store, stream, _tip_of(store, base)), step).progress
+
+
 def _tip_of(store: RunReader, base: Manifest) -> int | None:
     """Return the timeline on which to follow ``base``: None for the current one.
 

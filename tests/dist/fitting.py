@@ -19,6 +19,15 @@ from integrations.test_offloaded_lightning import Module, Notes, ended, fit
 from offloaded_loop_script import of_rows
 
 
+class Scaled(Module):
+    """A module whose steps are the longer, the larger their gradients are."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Rows(Module):
     """A module whose loss over several processes is that of their rows together."""
 
@@ -76,7 +85,7 @@ def main(
             Notes(),
             *others,
             strategy=chosen,
-            module=Rows() if rows else None,
+            module=Rows() if rows else Scaled(),
             **{"devices": world_size} | options,
         )
     except Exception as error:

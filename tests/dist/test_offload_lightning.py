@@ -39,7 +39,12 @@ def weights(root: Path, rank: int = 0) -> dict[str, torch.Tensor]:
 
 def test_the_numbers_are_those_under_ddp_also_after_a_kill(world, tmp_path):
     """Losses, values logged over all ranks, validations and weights. The kill comes within the second epoch."""
-    script: dict[str, Any] = {"noise": True, "accumulate_grad_batches": 2, "enable_checkpointing": True}
+    script: dict[str, Any] = {
+        "noise": True,
+        "accumulate_grad_batches": 2,
+        "enable_checkpointing": True,
+        "gradient_clip_val": 1.0,
+    }
     place = {name: str(tmp_path / name) for name in ("plain", "whole", "cut")}
     for each in place.values():
         Path(each).mkdir()

@@ -145,6 +145,7 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     sft = {"script": "sft", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9, "max_steps": 6}
     sft |= {"gradient_accumulation_steps": 1, "eval_steps": 3}
     dpo = {"script": "dpo", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9}
+    kept = {"script": "dpo", "max_steps": 1}  # with a second model in memory, the reference
     computed = {"script": "dpo", "precompute_ref_log_probs": True, "max_steps": 2}
     orders: dict[str, dict[str, Any]] = {
         "plain": sft | {"plain": True},
@@ -157,6 +158,8 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
         "pairs": dpo,
         "cut pairs": dpo | {"interrupt": 3},
         "rest pairs": dpo,
+        "plain kept": kept | {"plain": True},
+        "kept": kept,
         "plain computed": computed | {"plain": True},
         "computed": computed,
         "refused": {"script": "policy"},
@@ -165,11 +168,11 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     for name in ("plain computed", "computed"):  # beside which the first rank leaves what it has computed
         orders[name]["pairs"] = f"{place[name]}-data"
         Dataset.from_dict(PAIRS).save_to_disk(orders[name]["pairs"])
-    with World("chatting") as world:
+    with World("chatting", patience_seconds=180.0) as world:
         given = [order | {"folder": folder, "root": place[name]} for name, order in orders.items()]
         said = dict(zip(orders, world.run_each(2, given), strict=True))
-    compared = ("plain rewards", "rewards"), ("plain pairs", "pairs"), ("plain computed", "computed")
-    for theirs, mine in (("plain", "whole"), *compared):
+    named = ("rewards", "pairs", "kept", "computed")
+    for theirs, mine in (("plain", "whole"), *((f"plain {each}", each) for each in named)):
         for one, other in zip(finished(said[theirs]), finished(said[mine]), strict=True):
             same(other["logged"], one["logged"])
     for whole, rest in (("whole", "rest"), ("pairs", "rest pairs")):

@@ -403,7 +403,8 @@ def _refuse(trainer: Any, own: FitCallback) -> None:
     processes = trainer._accelerator_connector.cluster_environment.world_size()
     if processes != trainer.world_size:
         raise BadInput(
-            f"{type(strategy).__name__} trains in one process, and here are {processes}: give OffloadedDDPStrategy"
+            f"{type(strategy).__name__} trains in one process, and here are {processes}: give OffloadedDDPStrategy, or"
+            " start the script by itself"
         )
     if trainer.world_size > 1 and strategy._layer_sync is not None:
         raise BadInput("sync_batchnorm=True does not work with several processes here: leave it out")

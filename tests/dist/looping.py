@@ -62,6 +62,8 @@ def main(
             accelerator.save_model(net, f"{root}/model")
             accelerator.save_state(f"{root}/state")
             say(saved=digest(accelerator.engine.state_dict()), durable=accelerator.engine.durable_step)
+        elif act[1] == "join":
+            accelerator.join_uneven_inputs(accelerator._models)
         elif rank == act[0]:
             while accelerator.engine.durable_step < step - 1:
                 time.sleep(0.01)

@@ -114,7 +114,10 @@ def test_what_cannot_work_is_refused(world, tmp_path):
         "dispatched": ({"data": {"dispatch_batches": True}}, "dispatch_batches=False"),
         "unlike": ({"spoilt": "another loader"}, "batches in an epoch"),
     }
-    said = world.run_each(2, [{"root": str(tmp_path / name)} | order for name, (order, _) in refused.items()])
+    orders = [{"root": str(tmp_path / name)} | order for name, (order, _) in refused.items()]
+    joins = {"root": str(tmp_path / "joins"), "act": [None, "join", 1]}
+    *said, joined = world.run_each(2, [*orders, joins])
+    assert all("join_uneven_inputs is for" in rank["error"] for rank in joined), joined
     for each, (name, (_, text)) in zip(said, refused.items(), strict=True):
         assert all(text in rank["error"] for rank in each), each
         assert not (tmp_path / name / "run").exists()

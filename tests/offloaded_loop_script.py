@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -51,11 +53,18 @@ def of_logits(net: Any, batch: Any) -> torch.Tensor:
     )
 
 
+def of_rows(net: Any, batch: Any) -> torch.Tensor:
+    """A loss whose mean over processes is that of their rows together, whatever their labels."""
+    logits = net(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    return cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum") / len(batch["labels"])
+
+
 def train(
     kind: type[Accelerator],
     *,
     loss_of: Callable[[Any, Any], torch.Tensor] = its_own,
     samples: int = 22,
+    batch_size: int = 2,
     shuffle: bool = True,
     noise: bool = False,
     workers: int = 0,
@@ -64,16 +73,21 @@ def train(
     evaluates: bool = False,
     by_pass: bool = False,
     precision: str = "no",
+    data: Mapping[str, Any] = MappingProxyType({}),
     after_step: Callable[[int, Any], object] = lambda step, accelerator: None,
     passes: int = 2,
 ) -> Ended:
-    """The script: 4 steps a pass, the last of them of two micro-batches."""
-    accelerator = kind(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision)
+    """The script: 4 steps a pass, the last of them of two micro-batches. ``data`` are accelerate's options of it."""
+    accelerator = kind(
+        cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision,
+        dataloader_config=DataLoaderConfiguration(**data),
+    )  # fmt: skip
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     schedules = torch.optim.lr_scheduler
     schedule = schedules.StepLR(optimizer, 1, 0.5) if by_pass else schedules.CosineAnnealingLR(optimizer, 8)
-    loader = DataLoader(Texts(samples, noise=noise), batch_size=2, shuffle=shuffle, num_workers=workers)
+    texts = Texts(samples, noise=noise)
+    loader = DataLoader(texts, batch_size=batch_size, shuffle=shuffle, num_workers=workers)
     others = DataLoader(Texts(7, 100), batch_size=2)
     net, optimizer, loader, others, schedule = accelerator.prepare(net, optimizer, loader, others, schedule)
     told, step = Ended(), getattr(accelerator, "steps_done", 0)
@@ -99,8 +113,9 @@ def train(
         if evaluates:
             net.eval()
             with torch.no_grad():
-                found = [accelerator.gather_for_metrics(net(**batch).loss) for batch in others]
-            told.evaluated.append(float(torch.stack(found).mean()))
+                found = [accelerator.gather_for_metrics(net(**batch).logits) for batch in others]
+            logits = torch.cat(found)
+            told.evaluated += [len(logits), float(logits.square().mean())]
     told.weights = dict(accelerator.get_state_dict(net))
     accelerator.end_training()
     told.rest = [

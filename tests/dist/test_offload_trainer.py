@@ -14,6 +14,7 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 pytest.importorskip("peft")
 pytest.importorskip("datasets")
 
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
@@ -21,6 +22,7 @@ from dist.tuned import Some
 from dist.world import World, finished
 from holdfast.errors import RunMismatch
 from holdfast.integrations.transformers import offloaded
+from integrations.test_offloaded_trl import PAIRS
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same
 from offloaded_script import make
 from tiny_folders import write_folder
@@ -142,6 +144,9 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     )
     sft = {"script": "sft", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9, "max_steps": 6}
     sft |= {"gradient_accumulation_steps": 1, "eval_steps": 3}
+    dpo = {"script": "dpo", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9}
+    kept = {"script": "dpo", "max_steps": 1}  # with a second model in memory, the reference
+    computed = {"script": "dpo", "precompute_ref_log_probs": True, "max_steps": 2}
     orders: dict[str, dict[str, Any]] = {
         "plain": sft | {"plain": True},
         "whole": sft,
@@ -149,19 +154,32 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
         "rest": sft,
         "plain rewards": {"script": "reward", "max_steps": 2, "plain": True},
         "rewards": {"script": "reward", "max_steps": 2},
-        "refused": {"script": "dpo"},
+        "plain pairs": dpo | {"plain": True},
+        "pairs": dpo,
+        "cut pairs": dpo | {"interrupt": 3},
+        "rest pairs": dpo,
+        "plain kept": kept | {"plain": True},
+        "kept": kept,
+        "plain computed": computed | {"plain": True},
+        "computed": computed,
+        "refused": {"script": "policy"},
     }
     place = {name: str(tmp_path / name.replace("rest", "cut")) for name in orders}
-    with World("chatting") as world:
+    for name in ("plain computed", "computed"):  # beside which the first rank leaves what it has computed
+        orders[name]["pairs"] = f"{place[name]}-data"
+        Dataset.from_dict(PAIRS).save_to_disk(orders[name]["pairs"])
+    with World("chatting", patience_seconds=180.0) as world:
         given = [order | {"folder": folder, "root": place[name]} for name, order in orders.items()]
         said = dict(zip(orders, world.run_each(2, given), strict=True))
-    for theirs, mine in (("plain", "whole"), ("plain rewards", "rewards")):
+    named = ("rewards", "pairs", "kept", "computed")
+    for theirs, mine in (("plain", "whole"), *((f"plain {each}", each) for each in named)):
         for one, other in zip(finished(said[theirs]), finished(said[mine]), strict=True):
             same(other["logged"], one["logged"])
-    for one, other in zip(said["whole"], said["rest"], strict=True):
-        assert other["logged"] == one["logged"]
+    for whole, rest in (("whole", "rest"), ("pairs", "rest pairs")):
+        for one, other in zip(said[whole], said[rest], strict=True):
+            assert other["logged"] == one["logged"]
     for each in said["refused"]:
-        assert "offloaded(DPOTrainer) trains in one process" in each["error"], each
+        assert "offloaded(GRPOTrainer) trains in one process" in each["error"], each
     assert not (tmp_path / "refused/_holdfast").exists()
 
 

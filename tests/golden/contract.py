@@ -79,7 +79,7 @@ def contract() -> dict[str, Any]:
             for module, names in (
                 (transformers, ["HoldfastCallback", "attach", "offloaded"]),
                 (accelerate, ["AcceleratedCheckpointer", "offloaded"]),
-                (lightning, ["HoldfastCallback", "OffloadedStrategy"]),
+                (lightning, ["HoldfastCallback", "OffloadedDDPStrategy", "OffloadedStrategy"]),
                 (dcp, dcp.__all__),
                 (deepspeed, deepspeed.__all__),
             )

@@ -39,11 +39,11 @@ class Module(L.LightningModule):
 
     def training_step(self, batch, number):
         loss = self.net(**batch).loss
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=2)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=2, sync_dist=True)
         return {"loss": loss, "number": number}
 
     def validation_step(self, batch, number):
-        self.log("validation", self.net(**batch).loss, batch_size=2)
+        self.log("validation", self.net(**batch).loss, batch_size=2, sync_dist=True)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -70,7 +70,17 @@ class Told(list):
     """A list that no callback keeps."""
 
 
-def fit(root, *callbacks, module=None, shuffle=True, noise=False, samples=22, strategy=None, **options):
+def fit(
+    root,
+    *callbacks,
+    module=None,
+    shuffle=True,
+    noise=False,
+    samples=22,
+    batch_size=2,
+    strategy=None,
+    **options,
+):
     usual = {
         "accelerator": "cpu", "devices": 1, "max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5,
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
@@ -82,7 +92,7 @@ def fit(root, *callbacks, module=None, shuffle=True, noise=False, samples=22, st
     module = module or Module()
     trainer.fit(
         module,
-        DataLoader(Texts(samples, noise=noise), batch_size=2, shuffle=shuffle),
+        DataLoader(Texts(samples, noise=noise), batch_size=batch_size, shuffle=shuffle),
         DataLoader(Texts(7, 100), batch_size=2),
     )
     return trainer, module, notes.told

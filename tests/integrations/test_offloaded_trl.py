@@ -80,11 +80,11 @@ def sft(kind, folder, output, *, adapters=False, callbacks=(), **options):
     )
 
 
-def dpo(kind, folder, output, *, adapters=False, callbacks=(), **options):
+def dpo(kind, folder, output, *, adapters=False, callbacks=(), pairs=None, **options):
     import datasets
     import trl
 
-    pairs = datasets.Dataset.from_dict(PAIRS)
+    pairs = datasets.Dataset.from_dict(PAIRS) if pairs is None else datasets.load_from_disk(pairs)
     return kind(trl.DPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder),
         args=trl.DPOConfig(output_dir=str(output), **USUAL | options),

@@ -30,6 +30,7 @@ from ..errors import BadInput
 from ..quantities import shown
 from .out_of_core.offloaded_accelerator import offloaded
 from .shared.changed_attributes import innermost, refuse_unless_torchs
+from .shared.epoch_batches import moves_of
 from .shared.position import Batches
 
 __all__ = ["AcceleratedCheckpointer", "offloaded"]
@@ -184,16 +185,8 @@ def _batches_of(loader: Any, accelerator: Accelerator) -> Any:
     if own:
         return loader
     return Batches(
-        loader, accelerator.num_processes, accelerator.gradient_accumulation_steps, _moves_of(accelerator)
+        loader, accelerator.num_processes, accelerator.gradient_accumulation_steps, moves_of(accelerator)
     )
-
-
-def _moves_of(accelerator: Accelerator) -> int:
-    """Return how often the prepared schedulers are moved in an optimizer step: once, or once for each process."""
-    for each in accelerator._schedulers:
-        if getattr(each, "step_with_optimizer", False) and not each.split_batches:
-            return accelerator.num_processes
-    return 1
 
 
 def _also(accelerator: Accelerator, batches: Any) -> dict[str, Any]:
@@ -202,5 +195,5 @@ def _also(accelerator: Accelerator, batches: Any) -> dict[str, Any]:
     objects = {f"{type(each).__name__} {i}": each for i, each in enumerate(accelerator._custom_objects)}
     moves = {}
     if accelerator._schedulers and not isinstance(batches, Batches):  # which refuse another number of moves
-        moves = {"moves of the schedule": _Moves(_moves_of(accelerator))}
+        moves = {"moves of the schedule": _Moves(moves_of(accelerator))}
     return {**schedulers, **objects, **moves}

@@ -3,7 +3,7 @@
     trainer = L.Trainer(..., callbacks=[HoldfastCallback("runs/x")])
     trainer.fit(model)  # begins the run, or goes on after its newest step
 
-``OffloadedStrategy`` trains out of core.
+``OffloadedStrategy`` and, in several processes, ``OffloadedDDPStrategy`` train out of core.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..checkpoint.options import Exactness, refuse_bad_resume
 from ..errors import BadInput
 from .lightning_fit import Fit, FitCallback
 from .lightning_state import refuse_callbacks
-from .out_of_core.offloaded_strategy import OffloadedStrategy
+from .out_of_core.offloaded_strategy import OffloadedDDPStrategy, OffloadedStrategy
 from .shared.callback_options import refuse_callback_options
 
-__all__ = ["HoldfastCallback", "OffloadedStrategy"]
+__all__ = ["HoldfastCallback", "OffloadedDDPStrategy", "OffloadedStrategy"]
 
 
 class HoldfastCallback(FitCallback):

@@ -24,6 +24,7 @@ from ...errors import BadInput
 from ...offload.engine import Engine
 from ...supervised.attempt import training_directory
 from .offloaded_loop import OffloadedLoop, warn_of_save_state
+from .several_processes import refuse_other_count
 
 GIVEN = ("model", "optimizer", "loader", "scheduler", "normalize", "loss_fn", "order")
 """Options of ``holdfast.offload`` that the loop decides."""
@@ -42,7 +43,7 @@ def offloaded(accelerator_class: type[Accelerator], run: str | Path, **options: 
             is the norm that the loop gives to ``clip_grad_norm_``. Precision and device follow from the accelerator.
 
     Raises ``BadInput`` for a class that is no ``Accelerator``. The subclass raises it, before anything is written to
-    the run, for what the engine cannot do: several processes, fp16, compilation.
+    the run, for what the engine cannot do: FSDP, fp16, compilation.
     """
     if not (isinstance(accelerator_class, type) and issubclass(accelerator_class, Accelerator)):
         raise BadInput(f"offloaded({accelerator_class!r}) is for accelerate.Accelerator and its subclasses")
@@ -119,10 +120,19 @@ class OffloadedSteps(Accelerator):
     def backward(self, loss: Any, **kwargs: Any) -> None:
         if kwargs:
             raise BadInput(f"accelerator.backward(..., {next(iter(kwargs))}=) does not work: leave it out")
-        self._loop.backward(loss / self.gradient_accumulation_steps)
+        self._loop.backward(
+            loss / (self.gradient_accumulation_steps * self.num_processes)
+        )  # as DDP takes the mean
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         return self._loop.clip(parameters, max_norm, norm_type)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        if self.num_processes > 1:
+            raise BadInput(
+                "join_uneven_inputs is for DistributedDataParallel: leave it out, batches are made even"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         raise BadInput("the engine clips norms, not values: use clip_grad_norm_")
@@ -144,6 +154,12 @@ class OffloadedSteps(Accelerator):
         )
 
     def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        writes = self.is_local_main_process and (
+            self.is_main_process or self.project_configuration.save_on_each_node
+        )
+        if self.engine is not None and model is self._loop.model and not writes:
+            self._loop.weights(is_kept=False)
+            return
         super().save_model(model if self.engine is None else _Weights(model), *args, **kwargs)  # type: ignore[arg-type]
 
     def free_memory(self, *objects: Any) -> Any:
@@ -170,10 +186,17 @@ class _Weights(nn.Module):
 def _refuse(accelerator: Any) -> None:
     """Raise ``BadInput`` for settings that the engine cannot keep to."""
     kind, state = accelerator.distributed_type.value, accelerator.gradient_state
-    if kind != "NO" or accelerator.num_processes > 1 or accelerator.parallelism_config is not None:
+    refuse_other_count(accelerator.num_processes, "accelerate", "Accelerator")
+    if not (kind == "NO" or kind.startswith("MULTI_")) or accelerator.parallelism_config is not None:
         raise BadInput(
-            f"offloaded() trains in one process on one device, and accelerate trains by {kind} with"
-            f" {accelerator.num_processes} processes here: start the script by itself"
+            f"offloaded() trains data-parallel on one device in each process, and accelerate is set up for {kind}"
+            f"{'' if accelerator.parallelism_config is None else ' with a parallelism_config'} here: leave DeepSpeed,"
+            " FSDP and other parallelism out, for the engine divides the state itself"
+        )
+    if accelerator.num_processes > 1 and not accelerator.even_batches:
+        raise BadInput(
+            "even_batches=False may give a process fewer batches than the others, which would wait for it: leave it"
+            " out, or give the DataLoader drop_last=True instead"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise BadInput(

@@ -32,11 +32,13 @@ from ...offload.offload_options import Clipping
 from ...optim.mezo import MeZO
 from ...state.progress import hyper_parameters
 from ..shared.changed_attributes import innermost
+from ..shared.epoch_batches import moves_of
 from ..shared.position import Batches
 from .loop_step import LoopStep
 from .model_calls import ModelCall, settings_of
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
 from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
+from .several_processes import refuse_unlike_processes
 
 
 class OffloadedLoop:
@@ -91,7 +93,10 @@ class OffloadedLoop:
                 "dispatched batches have no place that a run could keep: give dispatch_batches=False"
             )
         self.batches = TrainingBatches(
-            loader, lambda: self._accelerator.gradient_accumulation_steps, self._between
+            loader,
+            self._accelerator.num_processes,
+            lambda: self._accelerator.gradient_accumulation_steps,
+            self._between,
         )
         return self.batches
 
@@ -131,6 +136,7 @@ class OffloadedLoop:
         optimizer = innermost(optimizers[0])
         if isinstance(optimizer, MeZO):
             raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")
+        self._agree_on_batches()
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
         vars(optimizer)["zero_grad"] = MethodType(do_nothing, optimizer)
         usual: dict[str, Any] = {
@@ -153,6 +159,15 @@ class OffloadedLoop:
         atexit.register(self._leave)  # before the engine's own hook, which waits for what is under way
         return self.engine
 
+    def _agree_on_batches(self) -> None:
+        """Let the place in the data be that of this number of processes, which all have as many batches."""
+        assert self.batches is not None
+        place = self.batches.position.place
+        place.accumulation = self._accelerator.gradient_accumulation_steps
+        place.moves = moves_of(self._accelerator)  # of schedules that were prepared after the loader
+        if self._accelerator.num_processes > 1:
+            refuse_unlike_processes({"batches in an epoch": len(self.batches), **place.same()})
+
     def close(self) -> None:
         """Close the engine, which gives the model its values."""
         self.abandon()
@@ -171,8 +186,8 @@ class OffloadedLoop:
         self._complete_early(self.open())
         self.open().save()
 
-    def weights(self) -> dict[str, torch.Tensor] | None:
-        """Return the weights of the model; None if they are in memory."""
+    def weights(self, is_kept: bool = True) -> dict[str, torch.Tensor] | None:
+        """Return the weights of the model; None if they are in memory. A process where they are not kept gets none."""
         self._refuse_failed()
         if self.weights_are_here:
             return None
@@ -180,7 +195,7 @@ class OffloadedLoop:
         self._end_left_pass()
         assert self.engine is not None
         self._complete_early(self.engine)
-        return weights_of(self.engine, self.model)
+        return weights_of(self.engine, self.model, is_kept)
 
     def _end_left_pass(self) -> None:
         """End a pass that a ``break`` left, as a script shows that saves after it; one that an error leaves goes on."""
@@ -408,6 +423,7 @@ class _State:
     """The state of the loop and its objects after a step, which the engine takes for that of its loader."""
 
     is_late = True
+    elastic = Batches.elastic
     schedule_advice = Batches.schedule_advice
 
     def __init__(self, batches: Batches, accelerator: Any) -> None:

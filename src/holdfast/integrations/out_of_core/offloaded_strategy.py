@@ -3,6 +3,8 @@
     trainer = L.Trainer(..., strategy=OffloadedStrategy("runs/x"))  # the argument that is added
     trainer.fit(module)  # begins the run, or goes on after its newest step
 
+``OffloadedDDPStrategy`` is for several processes.
+
 1. The loader's batches are fetched for a whole optimizer step. At the first of them the engine's step begins: each
    micro-batch runs the module's own ``training_step``, on a thread of its own.
 2. Where ``training_step`` returns, the engine waits, and Lightning's loop goes on with this batch as ever. Backward,
@@ -27,7 +29,7 @@ from fsspec.core import url_to_fs
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -52,23 +54,14 @@ OWN_CODE = (
 """Methods of a module that must be Lightning's own: the engine goes backward and clips, and fetches batches ahead."""
 
 
-class OffloadedStrategy(SingleDeviceStrategy):
-    """Training in the directory ``run`` by the out-of-core engine, one device, automatic optimization.
+class OffloadedFitting(Strategy):
+    """The methods of a strategy of Lightning in whose ``fit`` the engine trains; before another strategy's own."""
 
-    ``options`` are those of ``holdfast.offload``: ``placement``, ``budget``, ``io``, ``source`` and others. Precision
-    and clipping follow from the trainer, micro-batches from ``accumulate_grad_batches``. ``device`` is where blocks
-    are computed; by default the first of the trainer's accelerator. When ``fit`` has ended, the module has its values
-    back, if it had values.
-    """
+    _callback: OffloadedFitCallback
 
-    strategy_name = "holdfast"
-
-    def __init__(self, run: str | Path, *, device: str | torch.device | None = None, **options: Any) -> None:
-        """Create the strategy. Raises ``BadInput`` for options that the trainer decides."""
-        super().__init__(device="cpu" if device is None else device)
-        self._follows_accelerator = device is None
+    def _take(self, run: str | Path, options: dict[str, Any]) -> None:
         if taken := sorted({*GIVEN} & options.keys()):
-            raise BadInput(f"{taken[0]} follows from the trainer: leave it out of OffloadedStrategy()")
+            raise BadInput(f"{taken[0]} follows from the trainer: leave it out of {type(self).__name__}()")
         self._callback = OffloadedFitCallback(run, options)
 
     @property
@@ -89,13 +82,6 @@ class OffloadedStrategy(SingleDeviceStrategy):
             and module.trainer.state.fn == TrainerFn.FITTING
         )
 
-    def setup_environment(self) -> None:
-        """Choose the device, which the accelerator knows only now."""
-        if self._follows_accelerator and self.accelerator is not None:
-            devices = self.accelerator.parse_devices(1)
-            [self._root_device] = self.accelerator.get_parallel_devices(devices)
-        super().setup_environment()
-
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
         trainer: Any = model.trainer
@@ -105,7 +91,7 @@ class OffloadedStrategy(SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Leave the module where it is while it is trained: the engine brings one block at a time."""
         if not self._is_fitting:
-            super().model_to_device()
+            super().model_to_device()  # type: ignore[missing-attribute]
 
     def teardown(self) -> None:
         module = self.lightning_module
@@ -145,6 +131,49 @@ class OffloadedStrategy(SingleDeviceStrategy):
             return super().lightning_module_state_dict()
         assert self._fit is not None
         return self._fit.weights()
+
+
+class OffloadedStrategy(OffloadedFitting, SingleDeviceStrategy):
+    """Training in the directory ``run`` by the out-of-core engine, one device, automatic optimization.
+
+    ``options`` are those of ``holdfast.offload``: ``placement``, ``budget``, ``io``, ``source`` and others. Precision
+    and clipping follow from the trainer, micro-batches from ``accumulate_grad_batches``. ``device`` is where blocks
+    are computed; by default the first of the trainer's accelerator. When ``fit`` has ended, the module has its values
+    back, if it had values.
+    """
+
+    strategy_name = "holdfast"
+
+    def __init__(self, run: str | Path, *, device: str | torch.device | None = None, **options: Any) -> None:
+        """Create the strategy. Raises ``BadInput`` for options that the trainer decides."""
+        super().__init__(device="cpu" if device is None else device)
+        self._follows_accelerator = device is None
+        self._take(run, options)
+
+    def setup_environment(self) -> None:
+        """Choose the device, which the accelerator knows only now."""
+        if self._follows_accelerator and self.accelerator is not None:
+            devices = self.accelerator.parse_devices(1)
+            [self._root_device] = self.accelerator.get_parallel_devices(devices)
+        super().setup_environment()
+
+
+class OffloadedDDPStrategy(OffloadedFitting, DDPStrategy):
+    """Data-parallel training in the directory ``run`` by the out-of-core engine, one process for each device.
+
+    Processes, devices and batches are those of Lightning's ``DDPStrategy``. The module is not wrapped: the engine adds
+    gradients up. All else is as with ``OffloadedStrategy``.
+    """
+
+    strategy_name = "holdfast_ddp"
+
+    def __init__(self, run: str | Path, **options: Any) -> None:
+        """Create the strategy. Raises ``BadInput`` for options that the trainer decides."""
+        super().__init__()
+        self._take(run, options)
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
 
 
 class OffloadedFitCallback(FitCallback):
@@ -245,7 +274,7 @@ class OffloadedFit(Fit):
             return {}
         self._refuse_amid("the weights were asked for")
         self.complete(early=True)
-        return weights_of(self._engine, self._trainer.lightning_module)
+        return weights_of(self._engine, self._trainer.lightning_module, self._trainer.is_global_zero)
 
     # Steps
 
@@ -292,7 +321,7 @@ class OffloadedFit(Fit):
             raise BadInput("training_step returned None, and the engine has begun the step: return a loss")
         loss = extract_loss(output)
         step.hand_over(output)
-        return loss / trainer.accumulate_grad_batches
+        return loss / (trainer.accumulate_grad_batches * trainer.world_size)  # as DDP takes the mean
 
     def _end_step(self, closure: Any = None) -> Any:
         """Take the place of the optimizer's ``step``."""
@@ -370,7 +399,15 @@ class _Records:
 
 def _refuse(trainer: Any, own: FitCallback) -> None:
     """Raise ``BadInput`` for settings and code that the engine cannot keep to."""
-    module = trainer.lightning_module
+    module, strategy = trainer.lightning_module, trainer.strategy
+    processes = trainer._accelerator_connector.cluster_environment.world_size()
+    if processes != trainer.world_size:
+        raise BadInput(
+            f"{type(strategy).__name__} trains in one process, and here are {processes}: give OffloadedDDPStrategy, or"
+            " start the script by itself"
+        )
+    if trainer.world_size > 1 and strategy._layer_sync is not None:
+        raise BadInput("sync_batchnorm=True does not work with several processes here: leave it out")
     if not module.automatic_optimization:
         raise BadInput(
             "manual optimization computes losses and steps as it likes: use holdfast.offload in a loop"
@@ -391,7 +428,9 @@ def _refuse(trainer: Any, own: FitCallback) -> None:
         if isinstance(callback, (WeightAveraging, GradientAccumulationScheduler)) or (
             isinstance(callback, FitCallback) and callback is not own
         ):
-            raise BadInput(f"{type(callback).__name__} does not work with OffloadedStrategy: leave it out")
+            raise BadInput(
+                f"{type(callback).__name__} does not work with {type(strategy).__name__}: leave it out"
+            )
     refuse_callbacks(trainer)
 
 

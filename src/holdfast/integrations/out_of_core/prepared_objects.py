@@ -64,16 +64,19 @@ class TrainingBatches:
     over when the loop asks for the next group.
     """
 
-    def __init__(self, loader: Any, accumulation: Callable[[], int], between: Callable[[], object]) -> None:
+    def __init__(
+        self, loader: Any, num_ranks: int, accumulation: Callable[[], int], between: Callable[[], object]
+    ) -> None:
         """Wrap the loader.
 
         Args:
             loader: The loader that accelerate prepared.
+            num_ranks: The number of processes that train.
             accumulation: Returns the number of micro-batches in a step.
             between: A function that is called before each group is fetched, and before each pass.
         """
         self._loader, self._accumulation, self._between = loader, accumulation, between
-        self.position = Batches(loader, num_ranks=1)
+        self.position = Batches(loader, num_ranks)
         self.is_passing_over = False
         """True from the beginning of a pass that the run has ended to that of the next."""
         self._passes = 0

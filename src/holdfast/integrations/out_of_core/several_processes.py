@@ -1,9 +1,9 @@
-"""The agreements of several processes of an offloaded ``Trainer``, beside the exchanges of the engine.
+"""The agreements of several processes of an offloaded trainer or loop, beside the exchanges of the engine.
 
 The engine's sum over ranks is the only reduction of gradients: no ``DistributedDataParallel`` wraps the model. Batches,
 numbers of items, logs and metrics are divided and gathered by the trainer's own code, over the process group of the
 script. Where a process decides by itself how the loop goes on, all have to decide alike, or some would wait for ever:
-the flags of the trainer's control are agreed on here. Called by ``offloaded_trainer`` and ``offloaded_run``.
+the flags of the trainer's control are agreed on here. Called by the trainer and by accelerate's loop.
 """
 
 from __future__ import annotations
@@ -20,25 +20,21 @@ from torch.utils.data import IterableDataset
 from ...errors import BadInput
 from ...offload.engine import Engine
 from ...offload.setup.equal_on_ranks import refuse_unlike
+from ...quantities import shown
 from .prepared_objects import BatchesAhead
 
 STOPS = "should_training_stop", "should_epoch_stop"
 """The flags of a control that end the loop."""
 FLAGS = (*STOPS, "should_log", "should_evaluate", "should_save")
 """The flags of a control that decide how the loop goes on."""
-OF_TRL = "SFTTrainer", "RewardTrainer"
+OF_TRL = "SFTTrainer", "RewardTrainer", "DPOTrainer"
 """The trainers of TRL that train in several processes."""
 
 
 def refuse_processes(trainer: Any) -> None:
     """Raise ``BadInput`` for several processes that would not train as those of the unmodified trainer do."""
     world_size, args = trainer.args.world_size, trainer.args
-    of_torch = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if of_torch != world_size:
-        raise BadInput(
-            f"torch.distributed has {of_torch} processes here, and the trainer counts {world_size}: let"
-            " TrainingArguments set torch.distributed up, as it does in a script that torchrun starts"
-        )
+    refuse_other_count(world_size, "the trainer", "TrainingArguments")
     if world_size == 1:
         return
     kinds = [
@@ -48,7 +44,7 @@ def refuse_processes(trainer: Any) -> None:
     if of_trl is not None and of_trl.__name__ not in OF_TRL:
         raise BadInput(
             f"offloaded({of_trl.__name__}) trains in one process, and here are {world_size}: start the script by"
-            f" itself. Of TRL's trainers {' and '.join(OF_TRL)} train in several"
+            f" itself. Of TRL's trainers {shown(OF_TRL)} train in several"
         )
     settings = args.accelerator_config
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
@@ -62,6 +58,16 @@ def refuse_processes(trainer: Any) -> None:
         raise BadInput(
             "dispatch_batches=True in accelerator_config reads batches in the first process, so that the others know no"
             " place in them: leave it out"
+        )
+
+
+def refuse_other_count(num_processes: int, host: str, sets_up: str) -> None:
+    """Raise ``BadInput`` unless torch.distributed has ``num_processes``, as ``host`` counts them."""
+    of_torch = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if of_torch != num_processes:
+        raise BadInput(
+            f"torch.distributed has {of_torch} processes here, and {host} counts {num_processes}: let {sets_up} set"
+            " torch.distributed up, as it does in a script that torchrun starts"
         )
 
 

@@ -148,6 +148,17 @@ class EpochBatches:
         return here
 
 
+def moves_of(accelerator: Any) -> int:
+    """Return how often the schedules that accelerate prepared move in an optimizer step.
+
+    Once, or once for each process.
+    """
+    for each in accelerator._schedulers:
+        if getattr(each, "step_with_optimizer", False) and not each.split_batches:
+            return accelerator.num_processes
+    return 1
+
+
 def order_of(sampler: Any) -> str:
     """Return the source of the order of ``sampler``; its class where that may depend on the number of ranks."""
     if type(sampler) is DistributedSampler:

@@ -37,7 +37,7 @@ class LoaderPlace:
         """
         self._inside = getattr(loader, "base_dataloader", loader)
         _refuse(self._inside)
-        self._num_ranks, self._accumulation, self._moves = num_ranks, accumulation, moves
+        self._num_ranks, self.accumulation, self.moves = num_ranks, accumulation, moves
         self._watched = _watched(self._inside)
         self._watched.begins = self._begin
         self._order = Order(self._inside, self._watched.inner)
@@ -50,7 +50,7 @@ class LoaderPlace:
     def state(self, count: int) -> dict[str, Any]:
         """Return the place after ``count`` batches of the current epoch; 0 also if no epoch has begun."""
         return {
-            "same": self._same(),
+            "same": self.same(),
             "epoch_batches": self._epoch_batches().as_dict(),
             "count": count,
             "begun": self._begun if count else None,
@@ -61,7 +61,7 @@ class LoaderPlace:
     def check(self, state: dict[str, Any]) -> None:
         """Raise ``RunMismatch`` if the place of ``state`` refers to other batches."""
         if (there := self._of_other_ranks(state)) is None:
-            refuse_other_batches(state["same"], self._same(), "the run")
+            refuse_other_batches(state["same"], self.same(), "the run")
         else:
             here = self._epoch_batches()
             here.refuse_unlike(there, "the run")
@@ -123,11 +123,11 @@ class LoaderPlace:
             self._watched.inner,
             self._inside.dataset,
             ranks=self._num_ranks,
-            accumulation=self._accumulation,
-            moves=self._moves,
+            accumulation=self.accumulation,
+            moves=self.moves,
         )
 
-    def _same(self) -> dict[str, Any]:
+    def same(self) -> dict[str, Any]:
         """Return the values that a place depends on, by name."""
         return {
             "a number of ranks of": self._num_ranks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 
@@ -15,6 +17,23 @@ def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, mo
         assert "RankFailed: rank 1 has ended without a word" in other["error"], other
     rest = world.run(3, kind="plain", root=tmp_path, steps=8)
     assert {said["resumed"] for said in rest} <= {0, 1, 2, 3, 4} and all(said["finished"] for said in rest)
+
+
+@pytest.mark.parametrize("stuck, killed", [(0, 1), (1, 2)])
+def test_a_rank_that_is_stuck_after_another_died_ends_by_sigterm_with_all_it_had(
+    world, tmp_path, stuck, killed
+):
+    """A launcher that starts the ranks again waits for its end, which no handler in Python could bring about."""
+    began = time.monotonic()
+    cut = world.run(
+        3, kind="plain", root=tmp_path, steps=16, stuck_at=[stuck, 6], kill=[killed, 14], pause=0.05,
+        deadline_seconds=40,
+    )  # fmt: skip
+    assert time.monotonic() - began < 30
+    assert (cut[stuck]["code"], cut[killed]["code"]) == (143, -9)
+    rest = world.run(3, kind="plain", root=tmp_path, steps=8)
+    assert {said["resumed"] for said in rest} == {6}, "its last steps still waited for others to be written"
+    assert all(said["finished"] for said in rest)
 
 
 def test_the_first_rank_that_was_killed_is_named(world, tmp_path):

@@ -28,11 +28,11 @@ def test_a_rank_that_is_stuck_after_another_died_ends_by_sigterm_with_all_it_had
     began = time.monotonic()
     cut = world.run(
         3, kind="plain", root=tmp_path, steps=16, stuck_at=[stuck, 6], kill=[killed, 14], pause=0.05,
-        slow=[stuck, 3, 99], width=140, deadline_seconds=40,
+        slow=[stuck, 3, 99], width=3000, deadline_seconds=40,
     )  # fmt: skip
     assert time.monotonic() - began < 30
     assert (cut[stuck]["code"], cut[killed]["code"]) == (143, -9)
-    rest = world.run(3, kind="plain", root=tmp_path, steps=8, width=140)
+    rest = world.run(3, kind="plain", root=tmp_path, steps=8, width=3000)
     assert {said["resumed"] for said in rest} == {6}, "the steps that waited for the disk are not lost"
     assert all(said["finished"] for said in rest)
 

@@ -587,9 +587,8 @@ def train(
             value = (values or {}).get(str(step))
             checkpointer.step(None if value is None else {"loss": value + rank * own_values})
             if stuck_at is not None and (rank, step) == tuple(stuck_at):  # as in a collective
-                say(stuck=time.time())
                 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-                time.sleep(40)
+                time.sleep(600)
             if (killed_after or {}).get(str(rank)) == step:
                 die(step)
             if settle_at is not None and settle_at[0] in (rank, "all") and settle_at[1] == step:

@@ -25,10 +25,10 @@ def test_a_rank_that_is_stuck_after_another_died_ends_by_sigterm_with_all_it_had
     """A launcher that starts the ranks again waits for its end, which no handler in Python could bring about."""
     cut = world.run(
         3, kind="plain", root=tmp_path, steps=16, stuck_at=[stuck, 6], kill=[killed, 14], pause=0.05,
-        slow=[stuck, 3, 99], width=2500, deadline_seconds=40,
+        slow=[stuck, 3, 99], width=2500, unit_bytes=10**6, deadline_seconds=40,
     )  # fmt: skip
     assert (cut[stuck]["code"], cut[killed]["code"]) == (143, -9)
-    rest = world.run(3, kind="plain", root=tmp_path, steps=8, width=2500)
+    rest = world.run(3, kind="plain", root=tmp_path, steps=8, width=2500, unit_bytes=10**6)
     assert {said["resumed"] for said in rest} == {6}, "the steps that waited for the disk are not lost"
     assert all(said["finished"] for said in rest)
 

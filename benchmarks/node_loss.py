@@ -30,7 +30,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import finish, options_of, table
+BEGAN = time.time()
+from common import finish, options_of, table  # noqa: E402  (imports torch, which is counted)
 
 NODES = 4
 LEAST_GAP, MOST_GAP = 2, 12
@@ -71,11 +72,19 @@ def killed(folder: Path, options: Any) -> dict[str, Any]:
         max(each["first_step"] for each in after) - max(each["last"] for each in before)
         for before, after in kills
     ]
+    times = [{"killed": max(each["last"] for each in before)} | {
+        name: max(each[name] for each in after) for name in ("began", "imported", "ready", "recovered", "first_step")
+    } for before, after in kills]  # fmt: skip
+    parts = {
+        f"{first} to {second}": statistics.median(each[second] - each[first] for each in times)
+        for first, second in pairwise(times[0])
+    }
     steps = starts[-1][0]["done"]
     torchrun(folder / "whole", 0, **{**job, "kills": 0, "steps": steps}, way="nothing", wait=False)
     whole = read(folder / "whole")[-1]
     found = {
         "lost_steps": sorted(lost), "acknowledged_lost": max(0, *broken, 0), "seconds_back": sorted(back),
+        "parts": parts,
         "tiers": sum(each[0]["from_partner"] for each in starts[1:]),
         "same_bits": [each["digest"] for each in starts[-1]] == [each["digest"] for each in whole],
     }  # fmt: skip
@@ -158,6 +167,7 @@ def work(place: Path, job: dict[str, Any]) -> None:
 
     import holdfast
 
+    imported = time.time()
     dist.init_process_group("gloo")
     rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(0)
@@ -181,7 +191,9 @@ def work(place: Path, job: dict[str, Any]) -> None:
             root, model=model, optimizer=optimizer, wait_each_step=job["wait"], base_every=20, memory="256 MiB",
             deadline_seconds=60, **options,
         )  # fmt: skip
+    ready = time.time()
     done = 0 if kept is None else kept.resume()
+    say(began=BEGAN, imported=imported, ready=ready, recovered=time.time())
     say(resumed=done, done=done, durable=done, last=time.time(), from_partner=was_from_partner(place, start))
     last = job.get("steps", done + gap if start >= job["kills"] else done + gap + 100)
     times = []

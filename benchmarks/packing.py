@@ -5,10 +5,11 @@
 
 Conversations are made up: one turn or a few, with lengths that are log-normal. Most are short and a few are as long as
 the context. A Llama of transformers trains on them out of core in fp32, all arms in turn in the same engine, with the
-same rows in a micro-batch: ``padded`` as samples come, ``lengths`` with the samples of a step sorted, ``packed``. Real
-tokens are those that are not padding. Seconds of a core count what the process worked, whatever else the machine did.
-Prints a table (median of the steps), the difference between the losses of the first packed step and of its samples
-alone, and one line of JSON with every measurement.
+same rows in a micro-batch: ``padded`` as samples come, ``lengths`` with the samples of a step sorted, ``packed``, and
+``whole mask``: packed, with the attention of transformers as it is. Real tokens are those that are not padding. Seconds
+of a core count what the process worked, whatever else the machine did. Prints a table (median of the steps), the
+difference between the losses of the first packed step and of its samples alone, and one line of JSON with every
+measurement.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import holdfast
 from holdfast.data.loader import SampleLoader, micro_batches_of, step_loader
 from holdfast.data.packing import PackedLoader
 from holdfast.data.tokens import Tokens, encoded
+from holdfast.models.packed_attention import attend_by_sample
 
 SAMPLES, MICRO_BATCHES = 4000, 2
 PAD = 300
@@ -91,6 +93,7 @@ def difference(engine: Any, text: Tokens, rows: int) -> float:
 
 def measure(options: Any, folder: Path) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     write_chats(folder / "chats.jsonl", options.samples)
     text = encoded(str(folder / "chats.jsonl"), Bytes(), folder / "tokens", context=options.context)
@@ -106,13 +109,18 @@ def measure(options: Any, folder: Path) -> dict[str, Any]:
         "padded": step_loader(text, options.rows, MICRO_BATCHES, stack=text.stack),
         "lengths": PackedLoader(text, options.rows, MICRO_BATCHES, packs=False),
         "packed": PackedLoader(text, options.rows, MICRO_BATCHES),
+        "whole mask": PackedLoader(text, options.rows, MICRO_BATCHES),
     }
+    whole = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    attend_by_sample()
+    by_sample = ALL_ATTENTION_FUNCTIONS["sdpa"]
     found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in arms}
     with holdfast.offload(model, optimizer, folder / "run", precision="fp32", normalize="tokens") as engine:
         apart = difference(engine, text, options.rows)
         for turn in range(options.steps + 1):  # the first one touches what the others find
             for name, loader in arms.items():
                 batches = next(loader)
+                ALL_ATTENTION_FUNCTIONS.register("sdpa", whole if name == "whole mask" else by_sample)
                 engine.wait()
                 started, worked = time.perf_counter(), time.process_time()
                 engine.step(batches)

@@ -409,6 +409,8 @@ class Checkpointer:
         self._thread = threading.get_ident()
         self._optimizer_hooks.attach()
         self._sigterm = SigTerm.watched()
+        if self._sigterm is not None and not self._ranks.alone:
+            self._sigterm.end_if(self._backend.is_broken, self._backend.leave_broken)
         if self._options.grace_seconds is not None:
             self._backend.grace = Grace(self._options.grace_seconds, self._sigterm)
         if self._remote is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.compression.lossy import TopK
+from holdfast.checkpoint.grace import SigTerm
 from holdfast.checkpoint.recording import LogBackend
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
@@ -183,3 +184,81 @@ def test_seconds_that_cannot_be_kept_are_refused(tmp_path, options):
     with pytest.raises(BadInput, match="grace_seconds"):
         Run(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def in_child(work):
+    """The exit code of a fork that does ``work``."""
+    pid = os.fork()
+    if not pid:
+        code = 99
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            code = work() or 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def signalled_in(seconds):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
+def test_a_main_thread_that_never_returns_does_not_keep_a_broken_training(tmp_path):
+    """Also one that learns of the loss after the signal. What waits is written first, and may fail."""
+
+    def work(broken_after, finish):
+        watcher, began = SigTerm.watched(), time.monotonic()
+        watcher.end_if(lambda: time.monotonic() > began + broken_after, finish)
+        signalled_in(0.1)
+        time.sleep(20)  # the handler runs meanwhile, and the sleep goes on
+        return 7
+
+    for broken_after in (0.0, 0.5):
+        began, note = time.monotonic(), tmp_path / str(broken_after)
+        assert in_child(lambda: work(broken_after, note.touch)) == 143  # noqa: B023
+        assert note.exists() and broken_after <= time.monotonic() - began < 10
+    assert in_child(lambda: work(0.0, lambda: 1 / 0)) == 143
+
+
+def test_a_training_that_is_whole_ends_as_it_will():
+    def work():
+        watcher, is_broken = SigTerm.watched(), []
+        watcher.end_if(lambda: bool(is_broken), lambda: None)
+        signalled_in(0.1)
+        time.sleep(0.5)
+        assert watcher.arrived
+        watcher.restore()
+        is_broken.append(True)
+        time.sleep(0.3)
+        return 7
+
+    assert in_child(work) == 7
+
+
+def test_the_signal_of_a_fork_is_not_that_of_the_training():
+    """As of a worker of a DataLoader. Another use of the descriptor for signals stays as it was."""
+
+    def work():
+        watcher = SigTerm.watched()
+        watcher.end_if(lambda: True, lambda: None)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        time.sleep(0.3)
+        watcher.restore()
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        assert signal.set_wakeup_fd(writing) == -1, "given back"
+        watcher = SigTerm.watched()
+        watcher.end_if(lambda: True, lambda: None)
+        signalled_in(0.1)
+        time.sleep(0.4)
+        assert watcher.arrived and os.read(reading, 1)[0] == signal.SIGTERM
+        watcher.restore()
+        assert signal.set_wakeup_fd(-1) == writing
+        return 7
+
+    assert in_child(work) == 7

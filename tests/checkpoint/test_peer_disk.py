@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.checkpoint.collective_snapshots import StorageShare
+from holdfast.checkpoint.nodes import peer_disk
 from holdfast.checkpoint.nodes.peer_disk import PeerDisk, PeerServer, packed, unpacked
 from holdfast.distributed import Ranks
 from holdfast.io.queue import IOQueue
@@ -80,3 +81,25 @@ def test_nodes_retire_what_the_first_rank_has_retired(is_commit):
     )
     assert room._drop_one()
     assert dropped == [ref if is_commit else None]
+
+
+def test_views_are_sent_in_as_few_requests_as_can_carry_them(monkeypatch):
+    """All bytes, in their order; none with more bytes or pieces than one request may have."""
+    monkeypatch.setattr(peer_disk, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(peer_disk, "MOST_PIECES", 3)
+    data = bytes(range(60))
+    views, start = [], 0
+    for size in (3, 0, 25, 1, 1, 1, 1, 9, 10, 1):
+        views.append(memoryview(data)[start : start + size])
+        start += size
+    blocks = list(peer_disk.in_blocks(views))
+    assert b"".join(b"".join(block) for block in blocks) == data[:start]
+    assert [[len(piece) for piece in block] for block in blocks] == [
+        [3, 7],
+        [10],
+        [8, 1, 1],
+        [1, 1, 8],
+        [1, 9],
+        [1, 1],
+    ]
+    assert list(peer_disk.in_blocks([])) == []

@@ -17,6 +17,22 @@ def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, mo
     assert {said["resumed"] for said in rest} <= {0, 1, 2, 3, 4} and all(said["finished"] for said in rest)
 
 
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("stuck, killed", [(1, 2), (0, 1)])
+def test_a_rank_that_is_stuck_after_another_died_ends_by_sigterm_with_all_it_had(
+    world, tmp_path, stuck, killed
+):
+    """A launcher that starts the ranks again waits for its end, which no handler in Python could bring about."""
+    cut = world.run(
+        3, kind="plain", root=tmp_path, steps=16, stuck_at=[stuck, 6], kill=[killed, 14], pause=0.05,
+        slow=[stuck, 3, 99], width=2500, unit_bytes=10**6, deadline_seconds=40,
+    )  # fmt: skip
+    assert (cut[stuck]["code"], cut[killed]["code"]) == (143, -9)
+    rest = world.run(3, kind="plain", root=tmp_path, steps=8, width=2500, unit_bytes=10**6)
+    assert {said["resumed"] for said in rest} == {6}, "the steps that waited for the disk are not lost"
+    assert all(said["finished"] for said in rest)
+
+
 def test_the_first_rank_that_was_killed_is_named(world, tmp_path):
     cut = world.run(2, kind="plain", root=tmp_path, steps=8, kill=[0, 8], deadline_seconds=40)
     assert cut[0]["code"] == -9

@@ -264,16 +264,17 @@ class RankCoordinator:
             self._closing = True
             self._lock.notify_all()
         self._thread.join(self._deadline)
-        if self._ranks.rank == 0 and ("failed" in self._said or self.failure is not None):
-            self._outlast()
+        self.outlast()
         if not self._thread.is_alive():
             self._board = None
 
-    def _outlast(self) -> None:
-        """Keep the board, which ends with this rank, until the other ranks have read the failure.
+    def outlast(self) -> None:
+        """Keep the board until the other ranks have read a failure. It ends with the first rank; others do not wait.
 
         Ranks whose locks are visible confirm it; other ranks get the time of two reads.
         """
+        if self._ranks.rank or not ("failed" in self._said or self.failure is not None):
+            return
         keys = [f"heard/{rank}" for rank in range(1, self._ranks.world_size)]
         began = time.monotonic()
         while time.monotonic() < began + HEARD_SECONDS:

@@ -199,6 +199,21 @@ class DurabilityBackend(ABC):
     def drain(self) -> None:
         """Return when nothing is under way any more."""
 
+    def is_broken(self) -> bool:
+        """Return whether the training cannot go on, because another rank has failed or ended."""
+        return self.agreement is not None and self.agreement.failure is not None
+
+    def leave_broken(self) -> None:
+        """Write what waits, and have the other ranks learn why this one ends. The process ends after it.
+
+        Called by a thread of its own while the main thread may be anywhere.
+        """
+        try:
+            self.drain()
+        finally:
+            if self.agreement is not None:
+                self.agreement.outlast()
+
     def finish(self) -> None:
         """Make a snapshot if what is durable lacks something. Collective: every rank must call this."""
         if not self.begun:

@@ -1,24 +1,32 @@
-"""The seconds that a process has between a SIGTERM and its end, where something kills it after them.
+"""The end of a process by SIGTERM: the seconds that it has, and ranks that have lost another one.
 
-What would take longer than the seconds left, at the rate at which the disk has written until then, is not begun.
-Nothing is acknowledged for it: ``durable_step`` stays at what is on the disk, and a resume continues there. Called by
-``Checkpointer`` and by the log backend. Times are seconds, of the monotonic clock.
+Of a process that something kills some seconds after the signal, what would take longer than the seconds left, at the
+rate at which the disk has written until then, is not begun. Nothing is acknowledged for it: ``durable_step`` stays at
+what is on the disk, and a resume continues there. Called by ``Checkpointer`` and by the log backend. Times are seconds,
+of the monotonic clock.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import Self
+from typing import ClassVar, Self
 
 from ..errors import BadInput
 from ..quantities import format_seconds
 
 RESERVED_SHARE, RESERVED_SECONDS = 0.1, 0.5
 """The part of the seconds, and the most, that is reserved for the end of the process itself."""
+
+POLL_SECONDS = 0.02
+LAST_SECONDS = 10.0
+"""The longest time that a rank whose training is broken writes after a SIGTERM."""
 
 
 def check_grace(seconds: float | None, has_replica: bool) -> None:
@@ -83,12 +91,16 @@ class SigTerm:
     each step and then makes the step durable.
     """
 
+    _waking: ClassVar[SigTerm | None] = None
+    """The watcher whose thread learns of signals by a file descriptor."""
+
     def __init__(self) -> None:
         self.arrived = False
         self.arrived_at: float | None = None
         """The time of the signal, in seconds of the monotonic clock."""
         self._over = False
         self._process = os.getpid()
+        self._wakeups: int | None = None
 
     @classmethod
     def watched(cls) -> Self | None:
@@ -106,6 +118,50 @@ class SigTerm:
         signal.signal(signal.SIGTERM, self._note)
         return self
 
+    def end_if(self, is_broken: Callable[[], bool], finish: Callable[[], None]) -> None:
+        """End the process after the signal, with exit code 143, once ``is_broken``: a rank is known to have died.
+
+        A handler in Python waits for the main thread, which may be in a collective that a dead rank keeps from
+        returning. Launchers send SIGTERM to all ranks when one has died, and wait for all to end before they start them
+        again. ``finish`` is called before the end, in a thread, for ``LAST_SECONDS`` at most. Does nothing where
+        something else, such as asyncio, already learns of signals by a file descriptor.
+        """
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            os.close(reading)
+            os.close(writing)
+            return
+        self._wakeups, SigTerm._waking = writing, self
+        threading.Thread(
+            target=self._await_end, args=(reading, is_broken, finish), name="holdfast-sigterm", daemon=True
+        ).start()
+
+    def _await_end(self, reading: int, is_broken: Callable[[], bool], finish: Callable[[], None]) -> None:
+        with os.fdopen(reading, "rb", buffering=0) as file:
+            while (number := file.read(1)) and number[0] != signal.SIGTERM:
+                pass
+        while number and not self._over:
+            if is_broken():
+                _attempt(finish)
+                for stream in (sys.stdout, sys.stderr):
+                    with suppress(Exception):
+                        stream.flush()
+                os._exit(128 + signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
+
+    def _stop_waking(self) -> None:
+        """Give back the file descriptor by which the thread learns of signals. Called by the main thread."""
+        if self._wakeups is None:
+            return
+        current = signal.set_wakeup_fd(-1)
+        if current != self._wakeups:
+            signal.set_wakeup_fd(current)  # the script's
+        os.close(self._wakeups)
+        self._wakeups = SigTerm._waking = None
+
     def restore(self) -> None:
         """Stop watching, unless the script has set another handler meanwhile.
 
@@ -113,12 +169,34 @@ class SigTerm:
         the process as it would without it.
         """
         self._over = True
-        main = threading.current_thread() is threading.main_thread()  # only that thread may set handlers
-        if main and signal.getsignal(signal.SIGTERM) == self._note:
+        if threading.current_thread() is not threading.main_thread():  # only that thread may set handlers
+            return
+        if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._stop_waking()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.arrived, self.arrived_at = True, time.monotonic()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._over or os.getpid() != self._process:  # or a forked child, which nothing else would end
             signal.raise_signal(signal.SIGTERM)
+
+
+def _stop_waking_in_fork() -> None:
+    if SigTerm._waking is not None:
+        SigTerm._waking._stop_waking()
+
+
+os.register_at_fork(after_in_child=_stop_waking_in_fork)
+
+
+def _attempt(work: Callable[[], None]) -> None:
+    """Do ``work`` in a thread, for ``LAST_SECONDS`` at most. Errors do not matter."""
+
+    def do() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    thread.join(LAST_SECONDS)

@@ -500,6 +500,13 @@ class LogBackend(DurabilityBackend):
     def drain(self) -> None:
         self.recorder.drain()
 
+    def leave_broken(self) -> None:
+        try:
+            super().leave_broken()
+        finally:
+            if self._nodes is not None:
+                self._nodes.outlast_guests()
+
     def _ends_at(self) -> float | None:
         """Return the time at which the last write has to end; None if there is none, or before a SIGTERM."""
         return None if self.grace is None else self.grace.ends_at

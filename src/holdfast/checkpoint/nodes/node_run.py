@@ -365,6 +365,10 @@ class NodeRun:
         atexit.unregister(self._peers.channel.end_with_process)
         atexit.register(self._peers.channel.end_with_process)
 
+    def outlast_guests(self) -> None:
+        """Return when the ranks whose copies are kept here have sent what they had, before this process ends."""
+        self._peers.channel.wait_until_quiet()
+
     def end_timeline(self) -> None:
         """Prepare another ``begin``, after nothing is recorded or published any more.
 

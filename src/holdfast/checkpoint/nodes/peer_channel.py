@@ -1,7 +1,8 @@
 """Requests between ranks, and the answers, over a CPU process group of torch.distributed.
 
 Each rank has one thread that answers requests of any rank, one after another, so that training waits for nobody. A
-request is a JSON header of fixed size, with at most ``BLOCK_BYTES`` behind it; an answer has the same form. One request
+request is a JSON header of fixed size, with at most ``BLOCK_BYTES`` behind it in at most ``MOST_PIECES`` messages; an
+answer has the same form, with at most one message. One request
 of a process is under way at a time, so a process needs one block of memory for what it receives. The group has no time
 limit, because a rank may ask for nothing for hours; whoever waits for an answer has a deadline.
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 import atexit
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -29,11 +31,15 @@ from ...quantities import MiB
 BLOCK_BYTES = 4 * MiB
 """The most bytes behind one header."""
 HEADER_BYTES = 2048
+MOST_PIECES = 64
+"""The most messages behind one header."""
 FOREVER = timedelta(days=365)
 JOIN_SECONDS = 10.0
 """The longest time that a closing rank waits for its guests to say goodbye."""
 EXIT_SECONDS = 3.0
 """The longest time that a process which ends without ``close`` waits for other ranks."""
+QUIET_SECONDS = 0.1
+"""The time without a request after which a process that ends believes that no more will come."""
 END_SECONDS = 0.5
 """The longest time that a process which ends so waits for a thread to end."""
 _REQUEST, _SENT, _REPLY, _ANSWER, _LAST, _NEVER = range(6)
@@ -55,6 +61,8 @@ class PeerChannel:
         self._thread: threading.Thread | None = None
         self._watchers: list[threading.Thread] = []
         self._is_ending = False
+        self._served_at = 0.0
+        """The time of the last answer, by the monotonic clock."""
 
     def serve(self, handle: Handler, guests: Collection[int], lost: Callable[[int], None]) -> None:
         """Answer requests by ``handle`` until each rank of ``guests`` has said goodbye.
@@ -74,9 +82,9 @@ class PeerChannel:
         atexit.register(self._end_watching)
 
     def ask(
-        self, rank: int, request: Request, sent: memoryview | None = None, into: memoryview | None = None
+        self, rank: int, request: Request, sent: Sequence[memoryview] = (), into: memoryview | None = None
     ) -> Request:
-        """Send ``request`` with the bytes ``sent`` to ``rank``, and return its answer.
+        """Send ``request`` with the bytes of ``sent``, one after the other, to ``rank``, and return its answer.
 
         Bytes of the answer go to the beginning of ``into``. Raises ``DiskFailed`` with the error of the other rank,
         ``RankFailed`` if it does not answer.
@@ -86,7 +94,7 @@ class PeerChannel:
 
     @contextmanager
     def asked(
-        self, rank: int, request: Request, sent: memoryview | None = None
+        self, rank: int, request: Request, sent: Sequence[memoryview] = ()
     ) -> Iterator[Callable[[memoryview | None], Request]]:
         """Send a request, and yield a function that waits for its answer, so that work may be done meanwhile.
 
@@ -94,9 +102,9 @@ class PeerChannel:
         """
         with self._asking:
             with self._failing(rank):
-                self._send(rank, _REQUEST, _encode({**request, "bytes": 0 if sent is None else len(sent)}))
-                if sent is not None and len(sent):
-                    self._send(rank, _SENT, torch.frombuffer(sent, dtype=torch.uint8))
+                self._send(rank, _REQUEST, _encode({**request, "pieces": [len(piece) for piece in sent]}))
+                for piece in sent:
+                    self._send(rank, _SENT, torch.frombuffer(piece, dtype=torch.uint8))
             yield lambda into: self._answer(rank, into)
 
     def say_goodbye(self, rank: int) -> None:
@@ -122,6 +130,12 @@ class PeerChannel:
             atexit.unregister(self._end_watching)
             with suppress(ValueError, RuntimeError):  # the script has destroyed all groups
                 dist.destroy_process_group(self._group)
+
+    def wait_until_quiet(self) -> None:
+        """Return once no request has come for ``QUIET_SECONDS``, or after ``EXIT_SECONDS``."""
+        end = time.monotonic() + EXIT_SECONDS
+        while (left := min(end, self._served_at + QUIET_SECONDS) - time.monotonic()) > 0:
+            time.sleep(left)
 
     def end_with_process(self) -> None:
         """Bound the wait for other ranks at the end of a process that did not call ``close``.
@@ -202,17 +216,20 @@ class PeerChannel:
                 work = self._group.recv_anysource([header], _REQUEST)
                 work.wait()
                 source, request = work._source_rank(), _decode(header)
-                if request["bytes"]:
-                    self._group.recv([block[: request["bytes"]]], source, _SENT).wait()
+                nbytes = 0
+                for piece in request["pieces"]:
+                    self._group.recv([block[nbytes : nbytes + piece]], source, _SENT).wait()
+                    nbytes += piece
                 if request["do"] == "goodbye":
                     guests.discard(source)
                     answer, data = {}, None
                 else:
-                    answer, data = _handled(handle, request, memory[: request["bytes"]])
+                    answer, data = _handled(handle, request, memory[:nbytes])
                 nbytes = 0 if data is None else len(data)
                 self._group.send([_encode({**answer, "bytes": nbytes})], source, _REPLY).wait()
                 if data is not None and nbytes:
                     self._group.send([torch.frombuffer(data, dtype=torch.uint8)], source, _ANSWER).wait()
+                self._served_at = time.monotonic()
 
 
 def _handled(handle: Handler, request: Request, sent: memoryview) -> tuple[Request, memoryview | None]:

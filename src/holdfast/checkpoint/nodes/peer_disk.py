@@ -7,8 +7,9 @@ them together, in one answer of at most ``BLOCK_BYTES``. Called by the recovery 
 
 The copy of records, in the recorder's thread:
 
-1. The bytes of a group of records go to the partner's memory, before they are written here.
-2. The partner syncs its copy while this rank writes and syncs its own. The group is durable when both are.
+1. The bytes of a group of records go to the partner's memory, before they are written here, in as few requests as
+   possible: the last one asks for the sync.
+2. The partner writes and syncs its copy while this rank writes and syncs its own. The group is durable when both are.
 
 The copy of snapshots, in a thread of their own, block by block, so that records never wait for more than one block:
 
@@ -50,7 +51,7 @@ from ...store.share_places import (
     copies_disk,
     streams_of_segments,
 )
-from .peer_channel import BLOCK_BYTES, PeerChannel, Request
+from .peer_channel import BLOCK_BYTES, MOST_PIECES, PeerChannel, Request
 
 AHEAD_BYTES = 64 * KiB
 """The least bytes of a read at another node."""
@@ -257,11 +258,27 @@ def unpacked(data: bytes) -> list[tuple[int, memoryview]]:
     return found
 
 
+def in_blocks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Divide the bytes of ``views`` into blocks that one request can carry, of pieces that follow one another."""
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    for view in views:
+        while len(view):
+            piece, view = view[:room], view[room:]
+            block.append(piece)
+            room -= len(piece)
+            if not room or len(block) == MOST_PIECES:
+                yield block
+                block, room = [], BLOCK_BYTES
+    if block:
+        yield block
+
+
 def asking(
     channel: PeerChannel, server_of: Callable[[int], int]
 ) -> Callable[[int, Request, memoryview], Request]:
     """Return a function that asks a rank of the node at a place. ``server_of`` says which."""
-    return lambda node, request, view: channel.ask(server_of(node), request, None, view)
+    return lambda node, request, view: channel.ask(server_of(node), request, (), view)
 
 
 class PartnerCopy:
@@ -284,14 +301,14 @@ class PartnerCopy:
         The segment has ``nbytes``. The block writes the same bytes here meanwhile. Raises ``RankFailed`` or
         ``DiskFailed``; then what the partner has from there on is unknown.
         """
-        for view in views:
-            for start in range(0, len(view), BLOCK_BYTES):
-                piece = view[start : start + BLOCK_BYTES]
-                self._write(path, nbytes, offset + start, piece)
-                if beat is not None:
-                    beat()
-            offset += len(view)
-        with self._channel.asked(self._partner, {"do": "sync", "path": path}) as answer:
+        blocks = list(in_blocks(views))
+        for block in blocks[:-1]:
+            self._write(path, nbytes, offset, block)
+            offset += sum(map(len, block))
+            if beat is not None:
+                beat()
+        last = {"do": "write", "path": path, "size": nbytes, "offset": offset, "sync": True}
+        with self._channel.asked(self._partner, last, blocks[-1]) as answer:
             try:
                 yield
             finally:
@@ -321,12 +338,12 @@ class PartnerCopy:
                     return
                 if got != expected:
                     raise corrupt(ref.path, start, len(view), (), expected, got, INSPECT)
-                self._write(name + TEMPORARY, ref.bytes, start, view)
+                self._write(name + TEMPORARY, ref.bytes, start, [view])
         self._channel.ask(self._partner, {"do": "finish", "path": name})
 
-    def _write(self, path: str, nbytes: int, offset: int, view: memoryview) -> None:
+    def _write(self, path: str, nbytes: int, offset: int, block: Sequence[memoryview]) -> None:
         request = {"do": "write", "path": path, "size": nbytes, "offset": offset}
-        self._channel.ask(self._partner, request, view)
+        self._channel.ask(self._partner, request, block)
 
 
 class PeerServer:
@@ -347,8 +364,8 @@ class PeerServer:
             return {"has": self._files.has(path, request["size"])}, None
         if what == "write":
             self._files.write(path, request["size"], request["offset"], sent)
-        elif what == "sync":
-            self._files.sync(path)
+            if request.get("sync"):
+                self._files.sync(path)
         elif what == "finish":
             self._files.finish(path)
         else:

@@ -1,7 +1,7 @@
 """Packing of samples into rows, as ``data.packing`` asks for it and as far as the model takes it.
 
 1. Text that is cut into windows has no samples to pack, and a model without ``position_ids`` cannot tell them apart.
-   Both are found before anything is written.
+   Both are found before anything is written. Otherwise attention is computed sample by sample (``packed_attention``).
 2. A fresh run compares losses with the weights that it begins with (``packing_fault``), before its first step. If they
    show that samples of a row are not kept apart, the run sorts them by length instead. So does a run that begins to
    pack when it is continued, one whose record is gone, and one with micro-batches of another size.
@@ -22,6 +22,7 @@ from ...config import Config
 from ...data.loader import SampleLoader, step_loader
 from ...data.packing import PackedLoader, Sample, packing_fault, takes_positions
 from ...data.tokens import Tokens
+from ...models.packed_attention import attend_by_sample
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def with_possible_packing(config: Config, recipe: Recipe, say: Callable[[str], o
     if not takes_positions(recipe.model):
         say(f"Nothing is packed: {type(recipe.model).__name__} has no position_ids. {SORTED}")
         return _with_packing(config, "lengths")
+    attend_by_sample()
     return config
 
 

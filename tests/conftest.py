@@ -108,10 +108,43 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in left]
 
 
-def pytest_collection_finish():
-    """Keep what was imported out of garbage collections and searches for referrers: half of the time of some tests."""
-    gc.collect()
-    gc.freeze()
+class Survivors:
+    """Keeps objects that outlive a test out of garbage collections and searches for referrers.
+
+    They are frozen between two tests if there was a collection of all objects since, so that each of them is gone
+    through about once. Objects of a test that runs are never frozen: some tests wait for their end.
+    """
+
+    def __init__(self):
+        self._has_grown = False
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase, info):
+        self._has_grown |= phase == "stop" and info["generation"] == 2
+
+    def freeze(self):
+        gc.collect()
+        gc.freeze()
+        self._has_grown = False
+
+    def pytest_runtest_logfinish(self):
+        if self._has_grown:
+            self.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()  # what is imported stays
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_finish(session):
+    survivors = Survivors()
+    survivors.freeze()
+    session.config.pluginmanager.register(survivors)
 
 
 def parameters(item):

@@ -22,6 +22,7 @@ FLOORS = [
         *(
             "errors",
             "quantities",
+            "garbage",
             "regular_files",
             "libraries",
             "failpoints",

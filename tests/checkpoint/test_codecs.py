@@ -513,26 +513,26 @@ def test_eight_bits_take_a_quarter_and_the_compressed_record_less_than_the_dense
 # What it costs in training
 
 
-def converge(codec, root, steps=400):
+def converge(codec, root, steps=290):
     """The loss at the end, and at the beginning."""
-    model = decoder(blocks=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data, losses = batches(0, 4, rows=8), []
+    model = decoder(blocks=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    data, losses = batches(0, 3, rows=8), []
     with Checkpointer(root, model=model, optimizer=optimizer, codec=codec, base_every=1000) as checkpointer:
         checkpointer.resume()
         for i in range(steps):
-            loss = model(**data[i % 4])
+            loss = model(**data[i % 3])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.step()
             losses.append(float(loss.detach()))
-    return sum(losses[-8:]) / 8, losses[0]
+    return sum(losses[-9:]) / 9, losses[0]
 
 
 @pytest.mark.slow
 def test_training_learns_from_one_in_a_hundred_and_hardly_without_feedback(tmp_path):
-    """Dense 0.14, eight bits 0.14, one in a hundred 0.91, without feedback 2.11, from 2.84."""
+    """Dense 0.13, eight bits 0.13, one in a hundred 0.90, without feedback 2.00, from 2.84."""
     dense, first = converge(None, tmp_path / "dense")
     sparse, _ = converge(TopK(0.01), tmp_path / "topk")
     forgetful, _ = converge(TopK(0.01, error_feedback=False), tmp_path / "lossy")

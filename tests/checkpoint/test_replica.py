@@ -564,8 +564,7 @@ def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypa
     assert checkpointer.durable_step == checkpointer.replica_step == 0
     with pytest.raises(DiskFull):
         checkpointer.close()
-    monkeypatch.undo()
-    monkeypatch.setattr(shared_memory, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(LocalStore, "publish", real)
     _loop, again = start(tmp_path)  # what it had is in memory
     with again:
         assert again.resume() >= 3

@@ -106,16 +106,16 @@ def test_packed_run_learns_and_continues(tmp_path, holdfast, folder, chats, inte
 @pytest.mark.slow
 def test_model_that_mixes_samples_gets_sorted_ones(tmp_path, holdfast, folder, chats, monkeypatch):
     """And the run keeps to it."""
-    monkeypatch.setattr("holdfast.cli.train.row_packing.packing_fault", lambda *_, **__: "as in a test")
     run, on = tmp_path / "run", "data.packing=on"
-    result = holdfast("train", "--model", folder, *arguments(run, chats, on, steps=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.cli.train.row_packing.packing_fault", lambda *_, **__: "as in a test")
+        result = holdfast("train", "--model", folder, *arguments(run, chats, on, steps=1))
     assert result.code == 0, result.err
     assert (
         "this model mixes the samples of a row (as in a test). The samples of a step are sorted"
         in one_line(result)
     )
     assert 'packing = "lengths"' in (run / "config.toml").read_text()
-    monkeypatch.undo()
     result = holdfast("train", "--model", folder, *arguments(run, chats, on, steps=2))
     assert result.code == 0, result.err
     assert "packed" not in result.out and 'packing = "lengths"' in (run / "config.toml").read_text()

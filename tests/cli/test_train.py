@@ -300,14 +300,14 @@ def test_an_error_in_a_step_is_an_event_and_the_run_goes_on_from_before(
     def broken(*_):
         raise OSError("the text is gone")
 
-    monkeypatch.setattr("holdfast.data.corpus.Corpus.window", broken)
     run = tmp_path / "run"
     keys = {"data__validation_fraction": 0}
-    result = holdfast(*arguments(run, **keys))
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.data.corpus.Corpus.window", broken)
+        result = holdfast(*arguments(run, **keys))
     assert result.code == 3
     assert result.err == "error: the text is gone\n"
     assert events_of(run, "failed")[0]["error"] == "OSError: the text is gone"
-    monkeypatch.undo()
     assert holdfast(*arguments(run, **keys)).code == 0
     assert steps_of(run) == [1, 2, 3, 4]
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from support.warm_python import ONE_THREAD, TESTS
+from support.warm_python import TESTS, environment_of, run_python
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.crash
 
 MIB = 1024**2
+MODULES = ("transformers.models.llama.modeling_llama", "holdfast.models.pretrained", "holdfast.offload.api")
 
 
 def write(folder, layers):
@@ -34,13 +32,8 @@ def write(folder, layers):
 
 
 def growth(folder, run):
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    done = subprocess.run(
-        [sys.executable, TESTS / "folder_run.py", folder, run],
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
+    done = run_python(
+        TESTS / "folder_run.py", folder, run, env=environment_of(), modules=MODULES, timeout=100
     )
     assert done.returncode == 0, done.stderr
     before, peak = map(int, done.stdout.split())

@@ -1,13 +1,13 @@
 """Training under a memory limit: the state is many times what the process may take, and stays so when it grows.
 
-Each measurement is a process of its own. A hard limit is a cgroup's; what a cgroup charges for the pages of
-shared libraries depends on who touched them first, so the peaks that are compared are of one kind each.
+Each measurement is a process of its own. A hard limit is a cgroup's, which is charged for torch too where the process
+loads it; what a cgroup charges for the pages of shared libraries depends on who touched them first, so the peaks that
+are compared are of one kind each.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,23 +16,21 @@ import pytest
 
 from holdfast.store.run_store import LocalStore
 from support.hard_limit import hard_limit
-from support.warm_python import ONE_THREAD, TESTS
+from support.warm_python import TESTS, environment_of, run_python
 
 MIB = 1024**2
 LIMIT = 448 * MIB
 TILES_LIMIT = 640 * MIB
 
 
-def run(root, **order):
-    """The process's return code, and what it said, merged."""
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    done = subprocess.run(
-        [sys.executable, TESTS / "memory_run.py", json.dumps({"root": str(root), **order})],
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+def run(root, anew=False, **order):
+    """The process's return code, and what it said, merged. One that begins ``anew`` loads torch itself."""
+    words = [TESTS / "memory_run.py", json.dumps({"root": str(root), **order})]
+    if anew:
+        command = [sys.executable, *words]
+        done = subprocess.run(command, env=environment_of(), capture_output=True, text=True, timeout=280)
+    else:
+        done = run_python(*words, env=environment_of(), timeout=280)
     said: dict = {}
     for line in done.stdout.splitlines():
         said |= json.loads(line)
@@ -56,7 +54,7 @@ def test_a_state_that_exceeds_the_limit_trains_is_killed_resumes_and_verifies(fo
     if shutil.disk_usage(folder).free < times * 2400 * MIB:
         pytest.skip("gigabytes of disk are needed")
     with hard_limit(LIMIT) as (group, reason):
-        order = {"blocks": 14 * times, "cgroup": str(group or "")}
+        order = {"blocks": 14 * times, "cgroup": str(group or ""), "anew": True}
         code, said = run(folder / "run", **order, steps=1, dies=True)
         assert code == -9 and said["durable"] == 1, (code, said)
         assert said["state_bytes"] >= times * LIMIT
@@ -90,7 +88,7 @@ def test_embedding_and_head_train_in_tiles(folder):
     }
     with hard_limit(TILES_LIMIT) as (group, reason):
         print(reason)
-        order["cgroup"] = str(group or "")
+        order |= {"cgroup": str(group or ""), "anew": True}
         code, killed = run(folder / "run", **order, steps=2, dies=True)
         assert code == -9 and killed["durable"] == 2, (code, killed)
         code, said = run(folder / "run", **order, steps=3)

@@ -28,12 +28,13 @@ MODULES = (
     "holdfast.integrations.transformers",
 )
 OF_HOST = {
-    "trainer": (),
     "sft": ("trl.trainer.sft_trainer",),
-    "dpo": ("trl.trainer.dpo_trainer",),
     "accelerate": ("holdfast.integrations.accelerate",),
+    "trainer": (),
     "lightning": ("lightning.pytorch", "holdfast.integrations.lightning"),
+    "dpo": ("trl.trainer.dpo_trainer",),
 }
+"""By host what its scripts need. Outside a campaign it is one of each of this library's integrations."""
 MIB = 1024**2
 LIMIT = 352 * MIB
 TOKENS = 16
@@ -84,6 +85,7 @@ def saved_in(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, mmap=True, weights_only=False)["state_dict"]
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.crash
 @pytest.mark.root
 @pytest.mark.parametrize("host", OF_HOST)

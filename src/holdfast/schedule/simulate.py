@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..garbage import without_collection
 from .operations import COMPUTE, LANES, SSD_READ, SSD_WRITE, Hold, Key, Op, traffic
 from .planner.machine_rates import Machine
 
 
+@without_collection()
 def simulate(steps: Sequence[Sequence[Op]], machine: Machine) -> Simulation:
     """Time ``steps``, one operation list each, one after another; ``[operations] * 4`` is four equal ones."""
     run = _Run(steps, machine)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ConfigError, DoesNotFit
+from ...garbage import without_collection
 from ...profiles import BASES, AdaptedModel, MachineProfile, ModelProfile, load_machine, load_model
 from ...quantities import MiB, counted, format_bytes, format_seconds, parse_bytes
 from ...schedule.operation_lists import fit, play
@@ -54,6 +55,7 @@ ENGINE_TODAY = (
 )
 
 
+@without_collection()
 def plan_placement(given: Mapping[str, Any]) -> None:
     """Print the plan for a model on a machine."""
     case = case_of(given)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BadInput
+from ...garbage import without_collection
 from ...quantities import format_bytes, format_seconds
 from ...schedule.horizontal import horizontal
 from ...schedule.memory_use import MakesOps
@@ -48,6 +49,7 @@ class SimulatedOrder:
         return self.tokens / self.found.seconds_per_step
 
 
+@without_collection()
 def simulate(given: Mapping[str, Any]) -> None:
     """Print the simulated steps of both orders."""
     refuse_no_directory("--trace", given["trace"])

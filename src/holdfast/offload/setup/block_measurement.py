@@ -13,7 +13,6 @@ Of equal blocks one is traced, so a model of any size is measured in a second, b
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ...errors import ModelNotSupported
+from ...garbage import without_collection
 from ...state.capture import AS_STORED
 from ..model.blocks import Blocks, Patch, configurations, is_compiled
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
@@ -291,7 +291,7 @@ def _trace(
     is_chunked = loss_fn is None and has_ordinary_loss(model)
     head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()
     with (
-        _without_collection(),
+        without_collection(),  # a model's own cycles are not to be freed while a block is measured
         fake,
         restored(model),
         _experts_together(model),
@@ -322,18 +322,6 @@ def _trace(
         block_flop=float(probe.block_flop),
         head_flop=float(max(head_flop, 0)),
     )
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage inside the context, so that a model's own cycles are not freed while a block is measured."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

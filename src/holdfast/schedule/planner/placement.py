@@ -13,6 +13,7 @@ from math import inf
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
+from ...garbage import without_collection
 from ...quantities import ample_budget, format_bytes
 from ..memory_use import MakesOps, Memory, largest_fitting, predict
 from ..mezo_schedule import zeroth
@@ -25,6 +26,7 @@ STATE_FIRST = ("optimizer", "gradients", "activations", "params")
 """Order for a step of forward passes alone, which reads and writes the state and no compute copy."""
 
 
+@without_collection()
 def choose(
     work: Work,
     shape: StepShape,

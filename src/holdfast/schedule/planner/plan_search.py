@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...errors import DoesNotFit
+from ...garbage import without_collection
 from ...profiles import AdaptedModel, MachineProfile, ModelProfile
 from ...quantities import GiB, format_bytes
 from ..work import LEAST_MEMORY
@@ -29,6 +30,7 @@ SAME = 1e-3
 """Relative difference of step times below which the smaller delayed fraction is taken."""
 
 
+@without_collection()
 def search(
     case: Case,
     micro_batches: int | None = None,

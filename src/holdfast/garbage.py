@@ -1,0 +1,19 @@
+"""The pause of garbage collection for computations that make many objects, through all of which it would go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect no garbage inside the context, or inside the function that this decorates."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

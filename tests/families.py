@@ -139,7 +139,7 @@ IMAGES = "Images and text"
 TWO = "Encoder and decoder"
 ENCODERS = "Encoders"
 
-TWO_SIDES = "one micro-batch: the order of sums in the matrix that both sides share depends on their number"
+TWO_SIDES = "one micro-batch, since both sides share a matrix"
 
 
 def both(encoder: str, decoder: str) -> Callable[[nn.Module], list[nn.Module]]:
@@ -247,10 +247,7 @@ FAMILIES: dict[str, Family] = {
          "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4, "num_key_value_heads": 2, "adapter_rank": 4,
          "tie_word_embeddings": True},
         micro_batches=1,
-        says=(
-            "layers of two classes; weights that the hybrid ones share stay on the device; one micro-batch: the order"
-            " of the sums of shared weights depends on their number"
-        ),
+        says="layers of two classes; weights that hybrid ones share stay on the device; one micro-batch",
     ),
     "Lfm2ForCausalLM": Family(HYBRID, {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
 
@@ -406,8 +403,7 @@ DIFFUSION = {
     "FluxTransformer2DModel": ("`[*model.transformer_blocks, *model.single_transformer_blocks]`", ""),
     "DiTTransformer2DModel": (
         "`model.transformer_blocks[1:]`",
-        "the first block's embedding is used after the last block too; one micro-batch: the order of the sums of its"
-        " gradient depends on their number",
+        "the first block's embedding is used after the last block too; one micro-batch",
     ),
 }
 """Classes of diffusers, tried by ``models/test_diffusion.py``: their blocks, and what a user has to know."""
@@ -446,7 +442,10 @@ def _lines() -> Iterator[str]:
         "Embedding and head have separate weights; [one that both share](fits.md#what-works-with-it) has the bits of a"
         " plain loop but for the order\nof one sum. Not tried: these models on a GPU.\n"
     )
-    yield 'Where blocks are "found", leave `blocks=` of `holdfast.offload` out. Else give the list that is there.\n'
+    yield (
+        'Where blocks are "found", leave `blocks=` of `holdfast.offload` out. Else give the list that is there. "One'
+        ' micro-batch":\nwith more, the gradients of a shared weight are summed in another order.\n'
+    )
     for kind in dict.fromkeys(family.kind for family in FAMILIES.values()):
         yield f"## {kind}\n\n| class | blocks | |\n|---|---|---|"
         for name, family in FAMILIES.items():

@@ -32,6 +32,9 @@ KINDS = frozenset((*SCALARS, *CONTAINERS, torch.Tensor, np.ndarray))
 """The exact types of values that are stored."""
 PARTS = (nn.Module, torch.optim.Optimizer, torch.Tensor, types.ModuleType)
 """Types that are stored elsewhere, or are no state."""
+OF_MODULES = frozenset({*vars(nn.Module()), "_output_capturing_hooks_installed"})
+"""Attributes of modules that are no state. The last one is transformers' mark on a model whose hooks are there: in
+another process they are not, and with the mark they would never be installed."""
 MOST_ITEMS, MOST_CHARACTERS = 4096, 64 * 1024
 """Limits for the items of a list or dict, and for the JSON; longer attributes cause a warning and are not stored."""
 
@@ -182,6 +185,8 @@ class _Watched:
     def restore(self, values: Mapping[str, Any]) -> None:
         own = vars(self._thing)
         for key, text in values.items():
+            if key in self._left_out:
+                continue
             value, now = decode(text), own.get(key)
             if isinstance(now, defaultdict) and type(value) is dict:
                 _fill(now, value)

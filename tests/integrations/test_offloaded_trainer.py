@@ -114,6 +114,9 @@ def test_the_loss_is_the_classs_own(tmp_path):
         each.train()
     same(logged(trainer), logged(plain))
     assert trainer.calls == plain.calls == 11
+    trainer.engine.close()
+    with pytest.raises(BadInput, match="holds the training that has ended"):
+        trainer.train()  # which would train nothing
 
 
 class TwoLosses(Trainer):

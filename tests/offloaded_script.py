@@ -43,14 +43,16 @@ class Texts(Dataset):
         return {"input_ids": tokens, "labels": labels}
 
 
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "use_cache": False,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+
+
 def model(**options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "use_cache": False,
-        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**sizes | options))
+    return LlamaForCausalLM(LlamaConfig(**SIZES | options))
 
 
 def arguments(output: object, **options: Any) -> dict[str, Any]:

@@ -263,8 +263,9 @@ def test_adapter_is_loaded_by_peft(tmp_path, holdfast):
     )
 
 
-def test_run_of_a_script_is_merged_as_peft_merges_it(tmp_path, holdfast):
-    _, model, run = with_adapter(tmp_path, use_dora=True, modules_to_save=["lm_head"])
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_run_of_a_script_is_merged_as_peft_merges_it(tmp_path, holdfast, options):
+    _, model, run = with_adapter(tmp_path, modules_to_save=["lm_head"], **options)
     more = ["--to", "huggingface", "--merge", "--model", tmp_path / "adapter"]
     result = holdfast("convert", run, tmp_path / "out", *more)
     assert result.code == 0, result.err

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 import holdfast  # noqa: E402
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported  # noqa: E402
 from holdfast.integrations.accelerate import offloaded  # noqa: E402
-from holdfast.offload import exit_hook  # noqa: E402
+from holdfast.offload import exit_hook, rng  # noqa: E402
 from holdfast.offload.model.microbatches import Coroutine  # noqa: E402
 from integrations_interrupt import Interrupted, close_engines  # noqa: E402
 from offloaded_loop_script import NORM, everything, of_logits, train  # noqa: E402
@@ -262,6 +262,88 @@ def test_a_schedule_of_epochs_leaves_no_step_out(tmp_path):
     accelerator, _, optimizer, _ = prepared(tmp_path)
     accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     assert accelerator.steps_done == 3
+
+
+def left_amid_a_step(root):
+    """The accelerator of a loop that an error outside of ``accumulate`` has left, with a step under way."""
+    accelerator, net, _, loader = prepared(root, gradient_accumulation_steps=2)
+    with suppress(Interrupted):
+        for batch in loader:
+            net.train()(**batch)
+            raise Interrupted
+    return accelerator
+
+
+def one_step(run):
+    net = model()
+    with holdfast.offload(net, torch.optim.AdamW(net.parameters()), run, precision="fp32") as engine:
+        engine.step([next(iter(DataLoader(Texts(), batch_size=2)))])
+
+
+@pytest.mark.parametrize("where", ["this thread", "one that has ended", "one that goes on"])
+def test_an_error_amid_a_step_does_not_stop_another_engine(tmp_path, monkeypatch, where):
+    """The step has the turn to use the random generators, and waits for its loop."""
+    monkeypatch.setattr(rng, "PATIENCE_SECONDS", 0.1)
+    failed, is_over = [], threading.Event()
+
+    def loop():
+        failed.append(left_amid_a_step(tmp_path))
+        failed.append(where)
+        if where == "one that goes on":
+            is_over.wait()
+
+    thread = threading.Thread(target=loop)
+    if where == "this thread":
+        loop()
+    else:
+        thread.start()
+    while len(failed) < 2:
+        time.sleep(0.01)
+    with (
+        pytest.raises(EngineFailed, match="has not gone on") if where == "one that goes on" else nullcontext()
+    ):
+        one_step(tmp_path / "other")
+    assert (failed[0].engine is None) == (where == "one that has ended")
+    is_over.set()
+    failed[0].end_training()
+
+
+def test_a_loop_that_an_error_left_amid_a_step_is_run_again(tmp_path):
+    """In the same process, as a cell of a notebook is."""
+    before = threading.active_count()
+    left_amid_a_step(tmp_path)
+    accelerator, net, optimizer, loader = prepared(tmp_path)
+    for batch in loader:
+        accelerator.backward(net.train()(**batch).loss)
+        optimizer.step()
+    accelerator.end_training()
+    assert threading.active_count() == before
+
+
+def test_a_loop_may_ask_another_engine_amid_a_step(tmp_path):
+    """A teacher, say, whose use changes no number that the loop draws."""
+
+    def losses(of_teacher):
+        torch.manual_seed(7)
+        told = train(out_of_core(tmp_path / str(len(found))), passes=1, samples=6, loss_of=of_teacher)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        found.append(told.losses)
+
+    def alone(net, batch):
+        return net(**batch).loss * (1 + torch.rand(()))
+
+    def asked(net, batch):
+        loss = net(**batch).loss
+        asked_for.append(engine.evaluate([batch]))
+        return loss * (1 + torch.rand(()))
+
+    found, asked_for, teacher = [], [], model()
+    losses(alone)
+    with holdfast.offload(
+        teacher, torch.optim.AdamW(teacher.parameters()), tmp_path / "teacher", precision="fp32"
+    ) as engine:
+        losses(asked)
+    assert found[0] == found[1] and len(asked_for) == 3
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from holdfast.integrations.out_of_core import script_model  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, offloaded  # noqa: E402
 from holdfast.quantities import round_up  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
-from offloaded_script import Texts, everything, logged, make, model  # noqa: E402
+from offloaded_script import SIZES, Texts, everything, logged, make, model  # noqa: E402
 from survive_run import digest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use_cache was switched off")
@@ -114,6 +114,9 @@ def test_the_loss_is_the_classs_own(tmp_path):
         each.train()
     same(logged(trainer), logged(plain))
     assert trainer.calls == plain.calls == 11
+    trainer.engine.close()
+    with pytest.raises(BadInput, match="holds the training that has ended"):
+        trainer.train()  # which would train nothing
 
 
 class TwoLosses(Trainer):
@@ -249,6 +252,27 @@ def test_interrupted_again_and_again_it_ends_the_same(tmp_path, kind):
         == getattr(whole, "calls", None)
         == (22 if kind == "own loss" else None)
     )
+
+
+def test_experts_have_their_balancing_loss_after_a_resume(tmp_path):
+    """The hooks that record routers are made anew in each process."""
+
+    def script(root, *callbacks):
+        torch.manual_seed(0)
+        experts = transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                **SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5
+            )
+        )
+        options = {"model": experts, "max_steps": 2, "gradient_accumulation_steps": 1}
+        return make(offloaded(Trainer), root, callbacks=callbacks, **options)
+
+    with pytest.raises(Interrupted):
+        script(tmp_path / "run", Interrupt(1, "on_step_end")).train()
+    whole, resumed = script(tmp_path / "whole"), script(tmp_path / "run")
+    for each in (whole, resumed):
+        each.train()
+    assert logged(resumed) == logged(whole)
 
 
 class Stream(IterableDataset):

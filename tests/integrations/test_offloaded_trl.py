@@ -96,6 +96,28 @@ def dpo(kind, folder, output, *, adapters=False, callbacks=(), pairs=None, **opt
     )
 
 
+def kto(kind, folder, output, *, adapters=False, callbacks=(), **options):
+    import datasets
+    import trl
+
+    samples = datasets.Dataset.from_dict(
+        {
+            "prompt": PAIRS["prompt"] * 2,
+            "completion": PAIRS["chosen"] + PAIRS["rejected"],
+            "label": [True, False] * 10,
+        }
+    )
+    return kind(trl.KTOTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        args=trl.KTOConfig(output_dir=str(output), **USUAL | options),
+        train_dataset=samples,
+        eval_dataset=samples.select(range(3)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=lora() if adapters else None,
+        callbacks=list(callbacks),
+    )
+
+
 def reward(kind, folder, output, *, callbacks=(), **options):
     import datasets
     import trl
@@ -170,6 +192,7 @@ SCRIPTS = {
     "grpo adapters": (policy, {"adapters": True}),
     "rloo": (policy, {"trainer": "RLOO"}),
     "dpo adapters": (dpo, {"adapters": True}),
+    "kto adapters": (kto, {"adapters": True, "loss_type": "apo_zero_unpaired"}),
 }
 
 
@@ -227,6 +250,11 @@ def test_texts_of_other_weights_are_refused(tmp_path, folder, options, said):
     with pytest.raises(BadInput, match=said):
         policy(offloaded, folder, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "_holdfast").exists()
+
+
+def test_a_loss_of_kto_that_calls_the_model_twice_is_refused(tmp_path, folder):
+    with pytest.raises(BadInput, match="apo_zero_unpaired"):
+        kto(offloaded, folder, tmp_path / "out")
 
 
 def test_a_trainer_that_failed_in_its_first_step_begins_anew(tmp_path, folder, monkeypatch):

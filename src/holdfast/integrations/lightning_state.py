@@ -32,10 +32,10 @@ from torchmetrics import Metric
 from ..checkpoint.user_state import MOST_BYTES, tensor_bytes
 from ..errors import BadInput
 from ..quantities import format_bytes, shown
-from .shared.changed_attributes import ChangedAttributes, datasets_of, modules_of, names_in
+from .shared.changed_attributes import OF_MODULES, ChangedAttributes, datasets_of, modules_of, names_in
 
 LEFT_OUT: dict[type, frozenset[str]] = {
-    nn.Module: frozenset(vars(nn.Module())) - {"training"},
+    nn.Module: OF_MODULES - {"training"},
     LightningModule: frozenset(vars(LightningModule())) - {"training"},
     LightningDataModule: frozenset(vars(LightningDataModule())),
 }

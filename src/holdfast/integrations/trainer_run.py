@@ -29,6 +29,7 @@ from ..monitor.progress_bar import progress_bar
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from .shared.changed_attributes import (
+    OF_MODULES,
     ChangedAttributes,
     datasets_of,
     innermost,
@@ -205,7 +206,7 @@ class Training:
             model,
             {
                 **{kind: names_in(kind) for kind in own},
-                nn.Module: frozenset(vars(nn.Module())),
+                nn.Module: OF_MODULES,
                 TrainerState: frozenset(vars(TrainerState())),
             },
         )

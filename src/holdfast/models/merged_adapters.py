@@ -69,11 +69,17 @@ def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | Non
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter))
         config.base_model_name_or_path = None  # the model is built from a copy of its configuration
+        config.init_lora_weights = True  # others (PiSSA) need weights, and the run has what came of them
         model = adapted(empty_model(folder, plain=True), config, name)
     except (ValueError, TypeError, KeyError) as error:
         raise BadInput(
             f"{adapter / ADAPTER_CONFIG} cannot be used on the model of {folder}: {error}"
         ) from error
+    if getattr(config, "target_parameters", None):
+        raise BadInput(
+            f"{adapter / ADAPTER_CONFIG} has target_parameters, adapters of tensors that are no layer's weight, which"
+            " --merge does not know: resume the run and save model.merge_and_unload()"
+        )
     quantization = json.loads((folder / CONFIG).read_bytes()).get("quantization_config") or {}
     identity = json.loads((adapter / ADAPTER_CONFIG).read_bytes())
     return Merged(source, model, dtype, identity, quantization.get("weight_block_size"))

@@ -52,13 +52,16 @@ class BySample:
             return self._whole(module, query, key, value, attention_mask, **options)
         is_causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
         rows = []
-        for row, row_blocks in enumerate(blocks):
+        # split, since the gradient of a slice is as large as what it was cut from
+        each_row = zip(query.split(1), key.split(1), value.split(1), blocks, strict=True)
+        for row, (*tensors, row_blocks) in enumerate(each_row):
             parts = []
             mask = attention_mask[row % len(attention_mask)][None]
-            for begin, end, is_triangle in row_blocks:
-                here = (slice(row, row + 1), slice(None), slice(begin, end))
+            sizes = [end - begin for begin, end, _ in row_blocks]
+            cut = zip(*(tensor.split(sizes, 2) for tensor in tensors), row_blocks, strict=True)
+            for *pieces, (begin, end, is_triangle) in cut:
                 needed = None if is_triangle and is_causal else mask[:, :, begin:end, begin:end]
-                found, _ = self._whole(module, query[here], key[here], value[here], needed, **options)
+                found, _ = self._whole(module, *pieces, needed, **options)
                 parts.append(found)
             rows.append(torch.cat(parts, 1))
         return torch.cat(rows), None

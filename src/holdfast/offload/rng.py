@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 
 from ..accelerators import generator_state, seed_generator, set_generator_state, with_index
+from ..errors import EngineFailed
 from .model.blocks import find_blocks
 
 PROLOGUE = "prologue"
@@ -72,30 +75,85 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
         set_generator_state(on_device, device)
 
 
+PATIENCE_SECONDS = 120.0
+"""The longest wait of an engine for a step of another one that waits for a loop of the script."""
+
+
+@dataclass
+class Turn:
+    """A step's turn to use the default generators."""
+
+    is_over: bool = False
+    loop: threading.Thread | None = None
+    """The thread of the script whose loop the step waits for; None while the engine works."""
+    give_up: Callable[[], None] = lambda: None
+    """Gives up a step that waits for a loop."""
+
+
 _taken = threading.Lock()
-_mine: ContextVar[bool] = ContextVar("holdfast_generators", default=False)
-"""True if this context's step has the generators: a model may call another engine on a micro-batch's thread."""
+_newest = Turn(is_over=True)
+"""The turn of the step that has the generators, or had them last."""
+_mine: ContextVar[Turn] = ContextVar("holdfast_generators", default=_newest)
+"""The turn of this context's step: a model may call another engine on a micro-batch's thread, and so may a loop that
+takes part in a step."""
 
 
 @contextmanager
 def own_generators(device: torch.device, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Wait for the turn to use the default generators, and restore them on exit.
 
-    ``waiting`` is called from time to time until then and may raise.
+    A step whose loop has ended with its thread is given up. ``waiting`` is called from time to time until then and may
+    raise. Raises ``EngineFailed`` if a loop on another thread, which a step waits for, does not go on.
     """
-    if _mine.get():
+    global _newest
+    if not _mine.get().is_over:
         with preserved_generators(device):
             yield
         return
+    since = time.monotonic()
     while not _taken.acquire(timeout=0.2):
         waiting()
-    token = _mine.set(True)
+        holder = _newest
+        if holder.loop is None:
+            since = time.monotonic()
+        elif not holder.loop.is_alive():
+            holder.give_up()
+        elif time.monotonic() - since > PATIENCE_SECONDS:
+            raise EngineFailed(
+                f"another engine of this process is in the middle of a step, and its loop, on the thread"
+                f" {holder.loop.name}, has not gone on for {PATIENCE_SECONDS:.0f} s. Call end_training() of its"
+                " accelerator if an error has ended the loop, or train in a process of its own."
+            )
+    turn = _newest = Turn()
+    token = _mine.set(turn)
     try:
         with preserved_generators(device):
             yield
     finally:
         _mine.reset(token)
+        turn.is_over = True
         _taken.release()
+
+
+def present_turn() -> Turn:
+    """Return the turn of the step that this context belongs to."""
+    return _mine.get()
+
+
+def share(turn: Turn, give_up: Callable[[], None]) -> None:
+    """Let the calling context use the generators in a ``turn`` whose step waits for its loop, which goes on here.
+
+    The loop may call other engines then, also after an error has left it. ``give_up`` gives the step up.
+    """
+    turn.loop, turn.give_up = threading.current_thread(), give_up
+    _mine.set(turn)
+
+
+def give_up_left_step() -> None:
+    """Give up the step that waits for a loop of this thread, which an error has left."""
+    turn = present_turn()
+    if not turn.is_over and turn.loop is threading.current_thread():
+        turn.give_up()
 
 
 class RngKeys:

@@ -137,6 +137,8 @@ class StepMaker:
         """Return the fraction of the blocks that this rank would compute again in a step over ``micro_batches``."""
         if self._recomputation is None:
             return self._rules.recomputed_fraction
+        if self._run.attributes.rounds_otherwise:  # or bits would depend on the memory that is free
+            return 1.0
         return self._recomputation.fraction(micro_batches)
 
     def training(

@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from ...errors import BadInput
+from ...errors import BadInput, EngineFailed
 from ...offload.engine import Engine
 from ...offload.model.microbatches import Coroutine, OwnCall, without_autocast
+from ...offload.rng import Turn, present_turn, share
 from .model_calls import CallPattern, ModelCall, changed_setting
 
 
@@ -243,20 +244,32 @@ class SharedStep:
     def __init__(self, engine: Engine, calls: Sequence[OwnCall]) -> None:
         self._engine = engine
         self._coroutine = Coroutine(partial(engine.step, calls), is_micro_batch=False)
-        self._has_begun = False
+        self._has_begun = self._is_inside_another = False
+        self._turn: Turn | None = None
+        """The step's turn to use the random generators, once a micro-batch has handed over; None if it is another's."""
 
     def begin(self) -> Any:
         """Run the step up to where the first micro-batch hands over, and return what it hands over."""
         self._has_begun = True
+        self._is_inside_another = not present_turn().is_over
         with without_autocast():  # the engine's dtype is in the place of autocast
             return self._take(self._coroutine.start)
 
     def go_on(self, reply: Any) -> Any:
         """Give the waiting micro-batch its ``reply``, and return what the next hands over, or how the step ended."""
+        if self._coroutine.finished:
+            raise EngineFailed(
+                "the step was given up, because the thread of its loop had ended, or because another accelerator of"
+                " offloaded() opened its run in the middle of it: ask that for steps_done before"
+            )
+        if self._turn is not None:
+            self._turn.loop = None
         return self._take(partial(self._coroutine.resume, reply))
 
     def hand_over(self, value: Any) -> Any:
         """Hand ``value`` over to the loop, and return its reply. Called by a micro-batch's thread."""
+        if not self._is_inside_another:
+            self._turn = present_turn()
         return self._coroutine.hand_over(value)
 
     def abandon(self) -> None:
@@ -268,7 +281,10 @@ class SharedStep:
 
     def _take(self, switch: Any) -> Any:
         try:
-            return switch()
+            event = switch()
         except BaseException:
             self.abandon()
             raise
+        if self._turn is not None and not self._coroutine.finished:
+            share(self._turn, self.abandon)
+        return event

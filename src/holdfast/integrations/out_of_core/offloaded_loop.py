@@ -29,6 +29,7 @@ from ...offload.api import offload
 from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
 from ...offload.offload_options import Clipping
+from ...offload.rng import give_up_left_step
 from ...optim.mezo import MeZO
 from ...state.progress import hyper_parameters
 from ..shared.changed_attributes import innermost
@@ -133,6 +134,7 @@ class OffloadedLoop:
                 f"the accelerator has prepared {int(self.model is not None)} models to train, {len(optimizers)}"
                 f" optimizers and {int(self.batches is not None)} loaders: prepare one of each before training"
             )
+        give_up_left_step()
         optimizer = innermost(optimizers[0])
         if isinstance(optimizer, MeZO):
             raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")

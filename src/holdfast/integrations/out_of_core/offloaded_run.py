@@ -351,6 +351,8 @@ FLAG = "precompute_ref_logps"
 """The attribute of TRL's trainer that is True if batches have the reference's log-probabilities."""
 NAMES = "ref_chosen_logps", "ref_rejected_logps"
 """The names that TRL gives them in a batch."""
+OF_SINGLE = ("ref_logps",)
+"""The name in a batch of KTO, whose samples are not pairs."""
 
 
 def is_needed(trainer: Any) -> bool:
@@ -359,7 +361,12 @@ def is_needed(trainer: Any) -> bool:
 
 
 def refuse_reference(trainer: Any) -> None:
-    """Raise ``BadInput`` if the reference is another adapter of the model."""
+    """Raise ``BadInput`` if the reference is another adapter of the model, or a loss needs a second forward pass."""
+    if getattr(trainer, "calculate_KL", False):
+        raise BadInput(
+            f'loss_type="{trainer.args.loss_type}" of KTO calls the model a second time for its estimate of the'
+            ' divergence, and the engine calls it once: use loss_type="apo_zero_unpaired"'
+        )
     if is_needed(trainer) and "ref" in getattr(trainer.model, "peft_config", ()):
         raise BadInput(
             "the reference is the adapter 'ref' of the model, which the engine does not switch to. Give"
@@ -371,14 +378,14 @@ def refuse_reference(trainer: Any) -> None:
 def references(trainer: Any, engine: Engine, batches: Sequence[Any]) -> Iterator[None]:
     """Give each of ``batches`` the reference's log-probabilities, which the trainer's loss uses in the context.
 
-    For TRL's DPO, where the reference is the model without its adapter: TRL's loss calls the model twice, the second
-    time with the adapter switched off, and the engine calls it once in a pass. So a pass without the adapter comes
-    first, over all micro-batches, as if TRL had computed them before training (``precompute_ref_log_probs``).
+    For TRL's DPO and KTO, where the reference is the model without its adapter: TRL's loss calls the model twice, the
+    second time with the adapter switched off, and the engine calls it once in a pass. So a pass without the adapter
+    comes first, over all micro-batches, as if TRL had computed them before training (``precompute_ref_log_probs``).
     """
     if not is_needed(trainer):
         yield
         return
-    model = trainer.model
+    model, names = trainer.model, OF_SINGLE if hasattr(trainer, "calculate_KL") else NAMES
     with model.disable_adapter():
         vars(model)["disable_adapter"] = nullcontext  # the trainer's own call, in the middle of a pass
         try:
@@ -386,7 +393,7 @@ def references(trainer: Any, engine: Engine, batches: Sequence[Any]) -> Iterator
         finally:
             del vars(model)["disable_adapter"]
     for batch, found in zip(batches, made, strict=True):
-        batch.update(zip(NAMES, found, strict=True))
+        batch.update(zip(names, found))
     setattr(trainer, FLAG, True)
     try:
         yield

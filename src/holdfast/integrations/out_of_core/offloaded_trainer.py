@@ -87,6 +87,8 @@ class OffloadedSteps(Trainer):
     _engine_options: dict[str, Any]
     _offloaded: OffloadedTraining | None = None
     """The call of ``train``; None before."""
+    _has_trained = False
+    """True once a call of ``train`` has come to its end."""
     _ahead: BatchesAhead | None = None
     """The batches of the evaluation that is under way."""
 
@@ -103,7 +105,7 @@ class OffloadedSteps(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the class does; a run that has steps goes on, before any ``resume_from_checkpoint``."""
         run = training_directory(self._run_directory or os.path.join(self.args.output_dir or "", "_holdfast"))
-        if self._offloaded is not None and self.engine is not None:
+        if self._offloaded is not None and (self._has_trained or self.engine is not None):
             raise BadInput(
                 f"{run} holds the training that has ended; make another trainer, with another directory"
             )
@@ -117,7 +119,9 @@ class OffloadedSteps(Trainer):
         self.args.activation_checkpointing = False  # the engine computes blocks again by itself
         self._offloaded = OffloadedTraining(self, run, self._engine_options)
         with self._offloaded:
-            return super().train(None, *args, **kwargs)
+            output = super().train(None, *args, **kwargs)
+        self._has_trained = True
+        return output
 
     # Steps
 

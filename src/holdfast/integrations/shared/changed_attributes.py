@@ -13,7 +13,9 @@ import copy
 import json
 import types
 import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,14 @@ from ...quantities import shown
 from ...state.encoding import decode, encode
 
 SCALARS = (bool, int, float, str, type(None))
-KINDS = frozenset((*SCALARS, list, dict, tuple, torch.Tensor, np.ndarray))
+CONTAINERS = (list, dict, tuple, set, frozenset, deque, Counter, OrderedDict, defaultdict)
+KINDS = frozenset((*SCALARS, *CONTAINERS, torch.Tensor, np.ndarray))
 """The exact types of values that are stored."""
 PARTS = (nn.Module, torch.optim.Optimizer, torch.Tensor, types.ModuleType)
 """Types that are stored elsewhere, or are no state."""
+OF_MODULES = frozenset({*vars(nn.Module()), "_output_capturing_hooks_installed"})
+"""Attributes of modules that are no state. The last one is transformers' mark on a model whose hooks are there: in
+another process they are not, and with the mark they would never be installed."""
 MOST_ITEMS, MOST_CHARACTERS = 4096, 64 * 1024
 """Limits for the items of a list or dict, and for the JSON; longer attributes cause a warning and are not stored."""
 
@@ -179,7 +185,12 @@ class _Watched:
     def restore(self, values: Mapping[str, Any]) -> None:
         own = vars(self._thing)
         for key, text in values.items():
+            if key in self._left_out:
+                continue
             value, now = decode(text), own.get(key)
+            if isinstance(now, defaultdict) and type(value) is dict:
+                _fill(now, value)
+                continue
             is_moved = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
             own[key] = value.to(now.device) if is_moved else value
 
@@ -240,11 +251,29 @@ def _text(value: Any) -> str | None:
             return None
     elif type(value) not in SCALARS and len(value) > MOST_ITEMS:
         return None
-    try:
-        text = json.dumps(encode(value))
-    except (BadInput, ValueError, TypeError, RecursionError):
-        return None
-    return text if len(text) <= MOST_CHARACTERS else None
+    for each in (value, _without_factories(value)) if type(value) is defaultdict else (value,):
+        with suppress(BadInput, ValueError, TypeError, RecursionError):
+            text = json.dumps(encode(each))
+            return text if len(text) <= MOST_CHARACTERS else None
+    return None
+
+
+def _without_factories(value: Any) -> Any:
+    """Return a dict in the place of a ``defaultdict``, whose function that makes values may be any."""
+    if type(value) is not defaultdict:
+        return value
+    return {key: _without_factories(item) for key, item in value.items()}
+
+
+def _fill(target: defaultdict, values: dict[Any, Any]) -> None:
+    """Give ``target`` the ``values``; a dict among them fills what its function makes."""
+    target.clear()
+    for key, value in values.items():
+        made = target[key] if type(value) is dict and target.default_factory is not None else None
+        if isinstance(made, defaultdict):
+            _fill(made, value)
+        else:
+            target[key] = value
 
 
 TORCHS_OWN = ("NO", "MULTI_CPU", "MULTI_GPU")

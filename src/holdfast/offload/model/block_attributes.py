@@ -92,6 +92,8 @@ class AttributeWatch:
         self._suspects: dict[tuple[int, str], WatchedTensor] = {}
         self._watches: dict[tuple[type, str], _Watch] = {}
         self.looking = self.interleaved = False
+        self.rounds_otherwise = False
+        """True if a block's run without a graph has other last bits than that with one: other kernels were chosen."""
         self.place: RunningCode | None = None
         """The model code that runs now; None while none runs."""
 

@@ -260,9 +260,13 @@ class Boundary:
                     " every block a value of its own."
                 )
 
-    def refuse_other_output(self, output: Any, block: str) -> None:
-        """Raise ``ModelNotSupported`` if ``output``, of the block's second run, is not that of the first."""
-        for before, after in zip(self.samples, samples_of(output), strict=False):
+    def rounds_otherwise(self, output: Any, block: str) -> bool:
+        """Return whether ``output``, of the block's second run, has other bits than that of the first.
+
+        Raises ``ModelNotSupported`` if it differs by more than kernels may.
+        """
+        found = samples_of(output)
+        for before, after in zip(self.samples, found, strict=False):
             bound = before.abs().max() * REPEATED[before.dtype == torch.float32]
             if before.shape != after.shape or bool(((before - after).abs() > bound).any()):
                 raise ModelNotSupported(
@@ -271,6 +275,7 @@ class Boundary:
                     " leave generators and counters of its own out, or give Placement(recomputed_fraction=0.0), with"
                     " which it runs once."
                 )
+        return not all(map(torch.equal, self.samples, found))
 
     def _name(self, position: int) -> str:
         """Return the name of the input at ``position``, as the model passed it to the block."""

@@ -136,7 +136,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
                 assert boundary.host is not None
                 boundary.device = [run.device.bring(tensor) for tensor in boundary.host]
             output, graph = _with_graph(run, step, m, boundary)
-            boundary.refuse_other_output(output, run.blocks[block].name)
+            run.attributes.rounds_otherwise |= boundary.rounds_otherwise(output, run.blocks[block].name)
             if is_last:
                 _deliver(run, step, m, boundary, output)
             elif step.gauge is not None:

@@ -147,7 +147,7 @@ class SigTerm:
                 pass
         while number and not self._over:
             if is_broken():
-                _call_for_last_seconds(finish)
+                _attempt(finish)
                 for stream in (sys.stdout, sys.stderr):
                     with suppress(Exception):
                         stream.flush()
@@ -192,8 +192,8 @@ def _stop_waking_in_fork() -> None:
 os.register_at_fork(after_in_child=_stop_waking_in_fork)
 
 
-def _call_for_last_seconds(work: Callable[[], None]) -> None:
-    """Call ``work`` in a thread, and return when it is done or after ``LAST_SECONDS``. Its errors are dropped."""
+def _attempt(work: Callable[[], None]) -> None:
+    """Do ``work`` in a thread, for ``LAST_SECONDS`` at most. Errors do not matter."""
 
     def do() -> None:
         with suppress(Exception):

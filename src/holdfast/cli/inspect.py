@@ -262,7 +262,7 @@ def open_foreign(text: str) -> Source:
 def _progress_at(reader: RunReader, manifest: Manifest, step: int) -> dict[str, Any]:
     """Return the progress, as the first rank has it, of a ``step`` that records after a commit lead to."""
     stream = manifest.streams[0]
-    return manifest.progress_of(stream) | progress_at(reader, manifest, stream, step)
+    return {**manifest.progress_of(stream), **progress_at(reader, manifest, stream, step)}
 
 
 def _facts(
@@ -336,10 +336,10 @@ def _referenced(reader: RunReader, manifest: Manifest) -> dict[str, str]:
 
 
 def open_step(text: str) -> tuple[RunReader, Manifest, int, int | None]:
-    """Return a reader, a commit, the step that ``text`` names, and the last step to which records after it lead.
+    """Return the reader of the step that ``text`` names, the commit that leads there, the step, and the last one.
 
-    The commit is that of the step, or the newest one before it. The last step is None if records that the commit needs
-    cannot be used. Raises ``NoCommit`` if neither a commit nor records have the step.
+    The last is the step to which records lead from the commit; None if those that it needs cannot be used. Raises
+    ``NoCommit`` if neither a commit nor records have the step.
     """
     target = NamedCommit.parse(text)
     try:

@@ -1,10 +1,10 @@
 """Requests between ranks, and the answers, over a CPU process group of torch.distributed.
 
 Each rank has one thread that answers requests of any rank, one after another, so that training waits for nobody. A
-request is a JSON header of fixed size, followed by at most ``BLOCK_BYTES`` in at most ``MOST_PIECES`` messages; an
-answer has the same form, with at most one message. A process has one request under way at a time, so it needs one block
-of memory for what it receives. The group has no time limit, because a rank may ask for nothing for hours; the wait for
-an answer has a deadline.
+request is a JSON header of fixed size, with at most ``BLOCK_BYTES`` behind it in at most ``MOST_PIECES`` messages; an
+answer has the same form, with at most one message. One request of a process is under way at a time, so a process needs
+one block of memory for what it receives. The group has no time limit, because a rank may ask for nothing for hours;
+whoever waits for an answer has a deadline.
 
 A rank waits for the last message of each guest, in a thread. If the connection breaks before it, the guest's process
 has ended: the system closes its connections at once, however it ended.

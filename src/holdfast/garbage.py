@@ -1,4 +1,4 @@
-"""The pause of garbage collection for computations that make many objects, through all of which it would go."""
+"""A pause of garbage collection, for computations that make many objects: each collection would visit all of them."""
 
 from __future__ import annotations
 

@@ -264,14 +264,15 @@ class RankCoordinator:
             self._closing = True
             self._lock.notify_all()
         self._thread.join(self._deadline)
-        self.outlast()
+        self.wait_until_failure_is_read()
         if not self._thread.is_alive():
             self._board = None
 
-    def outlast(self) -> None:
-        """Keep the board until the other ranks have read a failure. It ends with the first rank; others do not wait.
+    def wait_until_failure_is_read(self) -> None:
+        """Wait until the other ranks have read a failure, since the board ends with the first rank.
 
-        Ranks whose locks are visible confirm it; other ranks get the time of two reads.
+        Returns at once on other ranks, and without a failure. Ranks whose locks are visible confirm it; other ranks get
+        the time of two reads; ``HEARD_SECONDS`` at most.
         """
         if self._ranks.rank or not ("failed" in self._said or self.failure is not None):
             return

@@ -204,15 +204,15 @@ class DurabilityBackend(ABC):
         return self.agreement is not None and self.agreement.failure is not None
 
     def leave_broken(self) -> None:
-        """Write what waits, and have the other ranks learn why this one ends. The process ends after it.
+        """Write what waits, and wait until the other ranks have read the failure. The process ends afterwards.
 
-        Called by a thread of its own while the main thread may be anywhere.
+        Called by a thread of its own, whatever the main thread is doing.
         """
         try:
             self.drain()
         finally:
             if self.agreement is not None:
-                self.agreement.outlast()
+                self.agreement.wait_until_failure_is_read()
 
     def finish(self) -> None:
         """Make a snapshot if what is durable lacks something. Collective: every rank must call this."""

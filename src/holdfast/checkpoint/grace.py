@@ -1,9 +1,11 @@
-"""The end of a process by SIGTERM: the seconds that it has, and ranks that have lost another one.
+"""The end of a process after a SIGTERM: a limit of time, and a training that has lost a rank.
 
-Of a process that something kills some seconds after the signal, what would take longer than the seconds left, at the
-rate at which the disk has written until then, is not begun. Nothing is acknowledged for it: ``durable_step`` stays at
-what is on the disk, and a resume continues there. Called by ``Checkpointer`` and by the log backend. Times are seconds,
-of the monotonic clock.
+1. Where something kills the process some seconds after the signal, no write begins that would take longer than the
+   seconds left, at the rate of the disk until then. ``durable_step`` stays at what is on the disk, and a resume
+   continues there.
+2. A rank that waits in a collective for a dead rank runs no handler. A thread ends the process instead.
+
+Called by ``Checkpointer`` and by the log backend. Times are seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -119,12 +121,12 @@ class SigTerm:
         return self
 
     def end_if(self, is_broken: Callable[[], bool], finish: Callable[[], None]) -> None:
-        """End the process after the signal, with exit code 143, once ``is_broken``: a rank is known to have died.
+        """End the process with exit code 143 once the signal has arrived and ``is_broken()`` is true.
 
-        A handler in Python waits for the main thread, which may be in a collective that a dead rank keeps from
-        returning. Launchers send SIGTERM to all ranks when one has died, and wait for all to end before they start them
-        again. ``finish`` is called before the end, in a thread, for ``LAST_SECONDS`` at most. Does nothing where
-        something else, such as asyncio, already learns of signals by a file descriptor.
+        Launchers send SIGTERM to all ranks when one has died, and wait for all to end before they start them again. A
+        handler in Python waits for the main thread, which may be in a collective that the dead rank keeps from
+        returning. So a thread reads the signal from a file descriptor. It calls ``finish`` before the end, for
+        ``LAST_SECONDS`` at most. Does nothing where something else, such as asyncio, already has such a descriptor.
         """
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writing, False)
@@ -153,7 +155,7 @@ class SigTerm:
             time.sleep(POLL_SECONDS)
 
     def _stop_waking(self) -> None:
-        """Give back the file descriptor by which the thread learns of signals. Called by the main thread."""
+        """Close the file descriptor by which the thread learns of signals. Called by the main thread."""
         if self._wakeups is None:
             return
         current = signal.set_wakeup_fd(-1)

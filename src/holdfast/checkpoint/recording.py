@@ -505,7 +505,7 @@ class LogBackend(DurabilityBackend):
             super().leave_broken()
         finally:
             if self._nodes is not None:
-                self._nodes.outlast_guests()
+                self._nodes.wait_for_guests()
 
     def _ends_at(self) -> float | None:
         """Return the time at which the last write has to end; None if there is none, or before a SIGTERM."""

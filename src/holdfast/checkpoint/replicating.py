@@ -70,7 +70,7 @@ class ReplicaBackend(DurabilityBackend):
         return self.replica.durable_step >= step
 
     def has_state_in_base(self) -> bool:
-        return self.replica.is_as_trainer()
+        return self.replica.equals_trainer()
 
     def standing(self) -> dict[str, Any]:
         return {"replica_step": self.replica_step}

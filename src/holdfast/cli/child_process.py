@@ -78,22 +78,22 @@ class Child:
             time.sleep(0.005)
 
 
-class Handle:
-    """A hold on a process that this one did not start, which its number's next owner cannot be mistaken for."""
+class ProcessHandle:
+    """A process that this one did not start, by a file descriptor, since its number may be given to another process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
-    def of(cls, pid: int) -> Handle | None:
-        """Return a hold on ``pid``; None if it has ended, or if the system has no such holds."""
+    def of(cls, pid: int) -> ProcessHandle | None:
+        """Return a handle of ``pid``; None if it has ended, or if the system has no such descriptors."""
         try:
             return cls(os.pidfd_open(pid))
         except (AttributeError, OSError):
             return None
 
     def kill(self) -> None:
-        """Kill the process. On return it runs no more, unless a disk hangs."""
+        """Kill the process, and wait for its end for ``KILL_SECONDS`` at most."""
         with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
             select.select([self._descriptor], [], [], KILL_SECONDS)

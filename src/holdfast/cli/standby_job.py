@@ -26,7 +26,7 @@ from ..events import parsed
 from ..quantities import counted
 from ..supervised.attempt import Supervisor
 from ..supervised.standing_by import OPENED, VARIABLE, WAITING, forget_closing
-from .child_process import Child, Handle, ending
+from .child_process import Child, ProcessHandle, ending
 
 LOOK_SECONDS = 0.02
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,7 +37,7 @@ FAILED_STANDBYS = 3
 PORTS = re.compile(r"--(master-port|main-process-port|rdzv-endpoint)")
 """The options of launchers that name a port."""
 PORT_VARIABLES = ("PET_MASTER_PORT", "PET_RDZV_ENDPOINT", "MASTER_PORT")
-"""The variables of the environment that do."""
+"""The environment variables of launchers that name a port."""
 FRUITLESS = 2
 """The number of processes in a row that may die without a durable step of their own; then the script is at fault."""
 
@@ -55,7 +55,7 @@ class _Process:
     """The time of that, in seconds since the epoch."""
     was_left = False
     """True once another process has the run, though this one is alive."""
-    worker: Handle | None = None
+    worker: ProcessHandle | None = None
     """The process that opened the run; None until then, or if it is ``child`` itself."""
     _lines = 0
     """The number of lines that were read."""
@@ -75,7 +75,7 @@ class _Process:
     def _follow(self, pid: int) -> None:
         self.drop_worker()
         if pid != self.child.pid:
-            self.worker = Handle.of(pid)
+            self.worker = ProcessHandle.of(pid)
 
     def drop_worker(self) -> None:
         worker, self.worker = self.worker, None
@@ -83,7 +83,7 @@ class _Process:
             worker.close()
 
     def end_worker(self) -> None:
-        """End the process that trains though its launcher has died: nobody would see its end."""
+        """Kill the process that opened the run, since its launcher has died and nothing would notice its end."""
         if self.worker is not None:
             self.worker.kill()
         self.drop_worker()
@@ -220,7 +220,8 @@ class _Job:
             command, ports = with_own_ports(command, os.environ)
         started = _Process(Child(command, {VARIABLE: str(status), **ports}), status)
         own = [new for new, old in zip(command, self._command, strict=True) if new != old]
-        if own := [*own, *(f"{name}={port}" for name, port in ports.items())]:
+        own += [f"{name}={port}" for name, port in ports.items()]
+        if own:
             self._say(f"process {started.child.pid} has a port of its own: {', '.join(own)}")
         return started
 
@@ -235,9 +236,9 @@ class _Job:
 
 
 def with_own_ports(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return ``command`` with free ports in place of those that it names, and the variables that need others.
+    """Return ``command`` with free ports in place of those that it names, and new values of such variables.
 
-    Options after the script are the script's, and stay. Port 0 stays, too: it is a free one for every process.
+    Options after the script are the script's, and stay. So does port 0, which the launcher replaces by a free one.
 
     >>> with_own_ports(["torchrun", "--rdzv-endpoint", "localhost:0", "train.py", "--master-port=1"], {})[0]
     ['torchrun', '--rdzv-endpoint', 'localhost:0', 'train.py', '--master-port=1']

@@ -104,7 +104,7 @@ class Fit:
         self.of_ranks: list[dict[str, Any]] = []
         """The states of all processes of the run, where another number of them continues it."""
         self._found: dict[str, Any] | None = None
-        """The place of the run, where Lightning looks for it before the run is resumed."""
+        """The place of the run, if Lightning loads it before the run is resumed."""
         self._has_place = False
         """True once the place of the run was found again."""
         self._began = False
@@ -338,14 +338,14 @@ class Fit:
         ):
             self._look_for_place(state["processes"])
 
-    def _look_for_place(self, there: int) -> None:
-        """Raise ``RunMismatch`` if the place of a run of ``there`` processes means nothing to this number of them.
+    def _look_for_place(self, num_processes: int) -> None:
+        """Raise ``RunMismatch`` if the run of ``num_processes`` has no place in the data for the present number.
 
         Called before anything is written. Lightning makes the loader here, and then not again when training begins.
         """
         self._trainer.fit_loop.setup_data()
         if self.place is not None and self._found is None:
-            raise self._no_place(there)
+            raise self._no_place(num_processes)
 
     def _refuse_no_place(self) -> None:
         """Raise ``RunMismatch`` if another number of processes would continue without a place in the data."""
@@ -353,10 +353,10 @@ class Fit:
         if there != self._trainer.world_size and not self._has_place:
             raise self._no_place(there)
 
-    def _no_place(self, there: int) -> RunMismatch:
+    def _no_place(self, num_processes: int) -> RunMismatch:
         return RunMismatch(
             f"{self._callback.run} has no place in the data that another number of processes could find, as it was"
-            f" trained by {there}. Resume with {there}, or begin another run."
+            f" trained by {num_processes}. Resume with {num_processes}, or begin another run."
         )
 
     def _sums(self) -> dict[str, Any]:

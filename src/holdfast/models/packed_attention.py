@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Block = tuple[int, int, bool]
-"""First token, end, and whether each token attends to all before it and to itself."""
+"""First token, end, and whether each token attends to itself and to all earlier ones of the block."""
 
 
 def attend_by_sample() -> None:
-    """Have every model of transformers in this process whose attention is "sdpa" compute packed rows so."""
+    """Replace the attention "sdpa" of transformers in this process, so that packed rows are computed by sample."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     whole = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -69,7 +69,7 @@ class BySample:
     def _blocks(
         self, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
     ) -> list[list[Block]] | None:
-        """Return the blocks of each row; None where there is one in each, or none can be found."""
+        """Return the blocks of each row; None if each row is one block, or the mask cannot be divided."""
         tokens = query.shape[2]
         if (
             not isinstance(mask, Tensor)

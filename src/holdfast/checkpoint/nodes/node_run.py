@@ -365,8 +365,8 @@ class NodeRun:
         atexit.unregister(self._peers.channel.end_with_process)
         atexit.register(self._peers.channel.end_with_process)
 
-    def outlast_guests(self) -> None:
-        """Return when the ranks whose copies are kept here have sent what they had, before this process ends."""
+    def wait_for_guests(self) -> None:
+        """Wait until the ranks whose copies are kept here send nothing more. Called before this process ends."""
         self._peers.channel.wait_until_quiet()
 
     def end_timeline(self) -> None:

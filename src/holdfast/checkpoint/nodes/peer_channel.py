@@ -2,9 +2,9 @@
 
 Each rank has one thread that answers requests of any rank, one after another, so that training waits for nobody. A
 request is a JSON header of fixed size, with at most ``BLOCK_BYTES`` behind it in at most ``MOST_PIECES`` messages; an
-answer has the same form, with at most one message. One request
-of a process is under way at a time, so a process needs one block of memory for what it receives. The group has no time
-limit, because a rank may ask for nothing for hours; whoever waits for an answer has a deadline.
+answer has the same form, with at most one message. One request of a process is under way at a time, so a process needs
+one block of memory for what it receives. The group has no time limit, because a rank may ask for nothing for hours;
+whoever waits for an answer has a deadline.
 
 A rank waits for the last message of each guest, in a thread. If the connection breaks before it, the guest's process
 has ended: the system closes its connections at once, however it ended.
@@ -39,7 +39,7 @@ JOIN_SECONDS = 10.0
 EXIT_SECONDS = 3.0
 """The longest time that a process which ends without ``close`` waits for other ranks."""
 QUIET_SECONDS = 0.1
-"""The time without a request after which a process that ends believes that no more will come."""
+"""The time without a request after which a process that ends expects no more requests."""
 END_SECONDS = 0.5
 """The longest time that a process which ends so waits for a thread to end."""
 _REQUEST, _SENT, _REPLY, _ANSWER, _LAST, _NEVER = range(6)

@@ -259,7 +259,7 @@ def unpacked(data: bytes) -> list[tuple[int, memoryview]]:
 
 
 def in_blocks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Divide the bytes of ``views`` into blocks that one request can carry, of pieces that follow one another."""
+    """Divide ``views`` into lists of pieces, in order, that one request can carry each."""
     block: list[memoryview] = []
     room = BLOCK_BYTES
     for view in views:

@@ -94,7 +94,7 @@ class MultiRankReplicaServer(ReplicaServer):
 
         After drift the other ranks are not told that this one has the step, so messages are only skipped.
         """
-        passes = "compare" in about or "is_as" in about or (not self._equal and "sync" not in about)
+        passes = "compare" in about or "is_equal" in about or (not self._equal and "sync" not in about)
         return passes or about["step"] <= self._all_have
 
     def _take_over(self, about: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ class Replica:
         """The newest step that the replica has been handed, and the newest that it has done."""
         self._drift: str | None = None
         self._answer: bool | None = None
-        """The replica's answer to the last question whether it holds the trainer's state; None until it comes."""
+        """The replica's answer to the last ``equals_trainer``; None until it comes."""
         self._left: list[str] = []
         self._under_way = False
         self._states = 0
@@ -377,7 +377,7 @@ class Replica:
                 self._compare(1 << 62)
             self._helper.wait_for(lambda: self.durable_step >= step or self._drift is not None)
 
-    def is_as_trainer(self) -> bool:
+    def equals_trainer(self) -> bool:
         """Return whether the replica holds the trainer's state as it is now, by all bytes of its tensors.
 
         Called at a step that the replica has done. Training waits.
@@ -385,7 +385,7 @@ class Replica:
         self.drain()
         found = state_digests.take(self._state, state_digests.owners(self._state), 1 << 62)
         self._answer = None
-        self._helper.send({"is_as": found, "values": self._state.values()})
+        self._helper.send({"is_equal": found, "values": self._state.values()})
         self._wait_for(lambda: self._answer is not None)
         return bool(self._answer)
 
@@ -491,5 +491,5 @@ class Replica:
                 self._under_way = False
         elif "drift" in about:
             self._drift, self._left = about["drift"], []
-        elif "is_as" in about:
-            self._answer = about["is_as"]
+        elif "is_equal" in about:
+            self._answer = about["is_equal"]

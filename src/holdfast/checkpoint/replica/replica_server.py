@@ -167,8 +167,8 @@ class ReplicaServer:
             self._take_step(message)
         elif "compare" in about:
             self._compare(about)
-        elif "is_as" in about:
-            self._say(is_as=self._equal and not self._differences(about["is_as"], about["values"]))
+        elif "is_equal" in about:
+            self._say(is_equal=self._equal and not self._differences(about["is_equal"], about["values"]))
         elif "make_base" in about:
             self._make_base(about)
         elif "close" in about:

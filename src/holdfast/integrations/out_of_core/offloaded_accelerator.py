@@ -120,9 +120,8 @@ class OffloadedSteps(Accelerator):
     def backward(self, loss: Any, **kwargs: Any) -> None:
         if kwargs:
             raise BadInput(f"accelerator.backward(..., {next(iter(kwargs))}=) does not work: leave it out")
-        self._loop.backward(
-            loss / (self.gradient_accumulation_steps * self.num_processes)
-        )  # as DDP takes the mean
+        share = self.gradient_accumulation_steps * self.num_processes  # DDP takes the mean
+        self._loop.backward(loss / share)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         return self._loop.clip(parameters, max_norm, norm_type)
@@ -158,7 +157,7 @@ class OffloadedSteps(Accelerator):
             self.is_main_process or self.project_configuration.save_on_each_node
         )
         if self.engine is not None and model is self._loop.model and not writes:
-            self._loop.weights(is_kept=False)
+            self._loop.weights(is_kept=False)  # all processes gather them, and those that write keep them
             return
         super().save_model(model if self.engine is None else _Weights(model), *args, **kwargs)  # type: ignore[arg-type]
 

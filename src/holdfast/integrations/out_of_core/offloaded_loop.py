@@ -162,7 +162,7 @@ class OffloadedLoop:
         return self.engine
 
     def _agree_on_batches(self) -> None:
-        """Let the place in the data be that of this number of processes, which all have as many batches."""
+        """Give the place in the data its final counts. Raises ``BadInput`` for processes with unlike batches."""
         assert self.batches is not None
         place = self.batches.position.place
         place.accumulation = self._accelerator.gradient_accumulation_steps
@@ -189,7 +189,7 @@ class OffloadedLoop:
         self.open().save()
 
     def weights(self, is_kept: bool = True) -> dict[str, torch.Tensor] | None:
-        """Return the weights of the model; None if they are in memory. A process where they are not kept gets none."""
+        """Return the weights of the model, with ``is_kept=False`` no values; None if they are in memory."""
         self._refuse_failed()
         if self.weights_are_here:
             return None

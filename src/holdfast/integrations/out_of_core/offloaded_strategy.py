@@ -55,11 +55,11 @@ OWN_CODE = (
 
 
 class OffloadedFitting(Strategy):
-    """The methods of a strategy of Lightning in whose ``fit`` the engine trains; before another strategy's own."""
+    """A mixin of strategies in whose ``fit`` the engine trains. It must be the first base class."""
 
     _callback: OffloadedFitCallback
 
-    def _take(self, run: str | Path, options: dict[str, Any]) -> None:
+    def _add_engine(self, run: str | Path, options: dict[str, Any]) -> None:
         if taken := sorted({*GIVEN} & options.keys()):
             raise BadInput(f"{taken[0]} follows from the trainer: leave it out of {type(self).__name__}()")
         self._callback = OffloadedFitCallback(run, options)
@@ -148,7 +148,7 @@ class OffloadedStrategy(OffloadedFitting, SingleDeviceStrategy):
         """Create the strategy. Raises ``BadInput`` for options that the trainer decides."""
         super().__init__(device="cpu" if device is None else device)
         self._follows_accelerator = device is None
-        self._take(run, options)
+        self._add_engine(run, options)
 
     def setup_environment(self) -> None:
         """Choose the device, which the accelerator knows only now."""
@@ -170,7 +170,7 @@ class OffloadedDDPStrategy(OffloadedFitting, DDPStrategy):
     def __init__(self, run: str | Path, **options: Any) -> None:
         """Create the strategy. Raises ``BadInput`` for options that the trainer decides."""
         super().__init__()
-        self._take(run, options)
+        self._add_engine(run, options)
 
     def configure_ddp(self) -> None:
         """Leave the module as it is."""

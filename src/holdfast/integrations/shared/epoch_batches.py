@@ -149,10 +149,7 @@ class EpochBatches:
 
 
 def moves_of(accelerator: Any) -> int:
-    """Return how often the schedules that accelerate prepared move in an optimizer step.
-
-    Once, or once for each process.
-    """
+    """Return how often prepared schedules move in an optimizer step: once, or once for each process."""
     for each in accelerator._schedulers:
         if getattr(each, "step_with_optimizer", False) and not each.split_batches:
             return accelerator.num_processes

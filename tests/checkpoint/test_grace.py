@@ -250,6 +250,18 @@ def test_a_training_that_is_closed_meanwhile_ends_as_the_script_wants():
     assert in_child(work) == 7
 
 
+def test_a_rank_that_has_raised_its_own_error_is_not_ended_before_the_script_has_seen_it(
+    tmp_path, monkeypatch
+):
+    """Its failure is on the board as that of another one is."""
+    checkpointer = Run(tmp_path / "run", None).checkpointer
+    monkeypatch.setattr(checkpointer._backend, "is_broken", lambda: True)
+    assert checkpointer._has_lost_another()
+    with pytest.raises(ValueError), checkpointer:
+        raise ValueError
+    assert not checkpointer._has_lost_another()
+
+
 def test_other_signals_after_a_sigterm_do_no_harm():
     """Where SIGPIPE ends a process, a write for nobody would."""
 

@@ -225,6 +225,8 @@ class Checkpointer:
         self._weights: SavedWeights | None = None
         self._sigterm: SigTerm | None = None
         self._failure: BaseException | None = None
+        self._has_raised = False
+        """True once this rank has told the others an error, which the main thread raises: the script is to see it."""
         self._closed = False
         self._process = os.getpid()
         self._rollback = Rollback(
@@ -410,7 +412,7 @@ class Checkpointer:
         self._optimizer_hooks.attach()
         self._sigterm = SigTerm.watched()
         if self._sigterm is not None and not self._ranks.alone:
-            self._sigterm.end_if(self._backend.is_broken, self._backend.leave_broken)
+            self._sigterm.end_if(self._has_lost_another, self._backend.leave_broken)
         if self._options.grace_seconds is not None:
             self._backend.grace = Grace(self._options.grace_seconds, self._sigterm)
         if self._remote is not None:
@@ -794,7 +796,11 @@ class Checkpointer:
     def _tell(self, error: BaseException) -> None:
         """Tell every rank the error that stops this one."""
         if not isinstance(error, RankFailed):
+            self._has_raised = True
             self._backend.fail(error)
+
+    def _has_lost_another(self) -> bool:
+        return not self._has_raised and self._backend.is_broken()
 
     def _standing(self) -> dict[str, Any]:
         """Return what is durable, what was written and what waits in memory, for the event log."""

@@ -235,6 +235,50 @@ def test_a_training_that_is_whole_ends_as_it_will():
     assert in_child(work) == 7
 
 
+def test_a_training_that_is_closed_meanwhile_ends_as_the_script_wants():
+    """The error has reached the script, which may have more to do than to end."""
+
+    def work():
+        watcher = SigTerm.watched()
+        watcher.end_if(lambda: True, lambda: time.sleep(0.5))
+        signalled_in(0.1)
+        time.sleep(0.3)
+        watcher.restore()
+        time.sleep(0.5)
+        return 7
+
+    assert in_child(work) == 7
+
+
+def test_a_rank_that_has_raised_its_own_error_is_not_ended_before_the_script_has_seen_it(
+    tmp_path, monkeypatch
+):
+    """Its failure is on the board as that of another one is."""
+    checkpointer = Run(tmp_path / "run", None).checkpointer
+    monkeypatch.setattr(checkpointer._backend, "is_broken", lambda: True)
+    assert checkpointer._has_lost_another()
+    with pytest.raises(ValueError), checkpointer:
+        raise ValueError
+    assert not checkpointer._has_lost_another()
+
+
+def test_other_signals_after_a_sigterm_do_no_harm():
+    """Where SIGPIPE ends a process, a write for nobody would."""
+
+    def work():
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        watcher = SigTerm.watched()
+        watcher.end_if(lambda: False, lambda: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        watcher.restore()
+        return 7
+
+    assert in_child(work) == 7
+
+
 def test_the_signal_of_a_fork_is_not_that_of_the_training():
     """As of a worker of a DataLoader. Another use of the descriptor for signals stays as it was."""
 

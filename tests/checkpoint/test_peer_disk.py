@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from holdfast.checkpoint.collective_snapshots import StorageShare
-from holdfast.checkpoint.nodes import peer_disk
+from holdfast.checkpoint.nodes import peer_channel, peer_disk
 from holdfast.checkpoint.nodes.peer_disk import PeerDisk, PeerServer, packed, unpacked
 from holdfast.distributed import Ranks
 from holdfast.io.queue import IOQueue
@@ -103,3 +105,33 @@ def test_views_are_sent_in_as_few_requests_as_can_carry_them(monkeypatch):
         [1, 1],
     ]
     assert list(peer_disk.in_blocks([])) == []
+
+
+def test_a_process_that_ends_waits_for_the_request_that_is_under_way():
+    """However long the last one was ago."""
+    came, requests = threading.Event(), [peer_channel._encode({"do": "write", "pieces": []})]
+    work = SimpleNamespace(wait=lambda: None, _source_rank=lambda: 1)
+
+    def received(headers, tag):
+        if not requests:
+            raise RuntimeError
+        headers[0].copy_(requests.pop())
+        return work
+
+    def handle(request, sent):
+        came.set()
+        time.sleep(0.3)
+        return {}, None
+
+    channel = peer_channel.PeerChannel.__new__(peer_channel.PeerChannel)
+    channel._served_at, channel._is_answering = 0.0, False
+    channel._group = SimpleNamespace(recv_anysource=received, send=lambda *_: work)
+    thread = threading.Thread(target=channel._serve, args=(handle, {1}))
+    thread.start()
+    assert came.wait(10)
+    channel.wait_until_quiet()
+    assert channel._served_at, "answered"
+    thread.join()
+    began = time.monotonic()
+    channel.wait_until_quiet()
+    assert time.monotonic() - began >= peer_channel.QUIET_SECONDS, "one may be on its way"

@@ -76,6 +76,18 @@ def test_show_describes_the_step_that_diff_means(holdfast, run, named, step):
     assert compared["a"]["step"] == step
 
 
+def test_show_follows_the_timeline_that_a_name_has(holdfast, run):
+    """Not the current one, which has a step of that number, too."""
+    loop = make(OPTIMIZER)
+    with Checkpointer(run, model=loop.model, optimizer=loop.optimizers, base_every=100) as checkpointer:
+        checkpointer.resume(step=37)
+        loop.iteration(37, checkpointer.step)
+    for step in (38, 40):
+        told = json.loads(holdfast("show", f"{run}@{step}.t1", "--json").out)
+        assert (told["step"], told["records_to"]) == (step, 40)
+    assert json.loads(holdfast("show", f"{run}@38", "--json").out)["records_to"] == 38
+
+
 def test_show_of_a_base_names_the_records_after_it(holdfast, run):
     base = steps(run)[0]
     assert f"step         {base}, and records of every step to 40" in holdfast("show", f"{run}@{base}").out

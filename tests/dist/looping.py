@@ -59,6 +59,7 @@ def main(
         if act[1] == "save":  # by all ranks
             net = accelerator.unwrap_model(accelerator._models[0])
             net.save_pretrained(f"{root}/pretrained", is_main_process=accelerator.is_main_process)
+            accelerator.save_model(net, __file__)  # which accelerate refuses, and goes on
             accelerator.save_model(net, f"{root}/model")
             accelerator.save_state(f"{root}/state")
             say(saved=digest(accelerator.engine.state_dict()), durable=accelerator.engine.durable_step)

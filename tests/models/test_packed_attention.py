@@ -129,6 +129,17 @@ def test_other_masks_are_left_whole(mask):
     assert tensors[0] is query and tensors[3] is mask and options == {"scaling": 2.0}
 
 
+def test_evaluation_without_version_counters_is_computed_whole(whole, seen):
+    model, batch = model_of().eval(), packed_batch(rows_of(), 0)
+    del batch["labels"]
+    with torch.no_grad():
+        wanted = model(**batch).logits
+    seen.clear()
+    with torch.inference_mode():
+        assert torch.allclose(model(**batch).logits, wanted, atol=1e-6)
+    assert all(masked for _, masked in seen)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_attended_to_outside_of_a_block(seed):
     """On masks of any kind: blocks cover all that is True, and cannot be divided."""

@@ -200,7 +200,7 @@ class DurabilityBackend(ABC):
         """Return when nothing is under way any more."""
 
     def is_broken(self) -> bool:
-        """Return whether the training cannot go on, because another rank has failed or ended."""
+        """Return whether the training cannot go on, because a rank has failed or ended."""
         return self.agreement is not None and self.agreement.failure is not None
 
     def leave_broken(self) -> None:

@@ -142,17 +142,17 @@ class SigTerm:
         ).start()
 
     def _await_end(self, reading: int, is_broken: Callable[[], bool], finish: Callable[[], None]) -> None:
-        with os.fdopen(reading, "rb", buffering=0) as file:
+        with os.fdopen(reading, "rb", buffering=0) as file:  # open to the end: other signals are written, too
             while (number := file.read(1)) and number[0] != signal.SIGTERM:
                 pass
-        while number and not self._over:
-            if is_broken():
-                _attempt(finish)
-                for stream in (sys.stdout, sys.stderr):
-                    with suppress(Exception):
-                        stream.flush()
-                os._exit(128 + signal.SIGTERM)
-            time.sleep(POLL_SECONDS)
+            while number and not self._over:
+                if is_broken():
+                    _attempt(finish)
+                    if self._over:  # meanwhile the main thread has raised the error, which the script handles
+                        return
+                    _attempt(_flush)
+                    os._exit(128 + signal.SIGTERM)
+                time.sleep(POLL_SECONDS)
 
     def _stop_waking(self) -> None:
         """Close the file descriptor by which the thread learns of signals. Called by the main thread."""
@@ -190,6 +190,12 @@ def _stop_waking_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_stop_waking_in_fork)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def _attempt(work: Callable[[], None]) -> None:

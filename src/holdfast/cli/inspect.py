@@ -133,14 +133,17 @@ def show(commit: str, *, as_json: bool) -> None:
     while_training([commit], lambda: _show(*open_step(commit), as_json=as_json))
 
 
-def _show(reader: RunReader, manifest: Manifest, step: int, newest: int | None, *, as_json: bool) -> None:
+def _show(
+    reader: RunReader, manifest: Manifest, step: int, newest: int | None, tip: int | None, *, as_json: bool
+) -> None:
     """Print ``step``, a commit or what records bring it to.
 
-    ``newest`` is the step that records reach; None if those that the commit needs cannot be used.
+    ``newest`` is the step that records reach on the timeline ``tip``; None if those that the commit needs cannot be
+    used.
     """
     stored = reader.atoms(manifest)
     atoms = list(stored.values())
-    progress = manifest.progress if step == manifest.step else _progress_at(reader, manifest, step)
+    progress = manifest.progress if step == manifest.step else _progress_at(reader, manifest, step, tip)
     if as_json:
         units = {name: manifest.step if f.step is None else f.step for name, f in manifest.files.items()}
         print_json(
@@ -259,10 +262,10 @@ def open_foreign(text: str) -> Source:
     return open_source(Path(text))
 
 
-def _progress_at(reader: RunReader, manifest: Manifest, step: int) -> dict[str, Any]:
+def _progress_at(reader: RunReader, manifest: Manifest, step: int, tip: int | None) -> dict[str, Any]:
     """Return the progress, as the first rank has it, of a ``step`` that records after a commit lead to."""
     stream = manifest.streams[0]
-    return {**manifest.progress_of(stream), **progress_at(reader, manifest, stream, step)}
+    return {**manifest.progress_of(stream), **progress_at(reader, manifest, stream, step, tip)}
 
 
 def _facts(
@@ -335,11 +338,12 @@ def _referenced(reader: RunReader, manifest: Manifest) -> dict[str, str]:
     }
 
 
-def open_step(text: str) -> tuple[RunReader, Manifest, int, int | None]:
-    """Return the reader of the step that ``text`` names, the commit that leads there, the step, and the last one.
+def open_step(text: str) -> tuple[RunReader, Manifest, int, int | None, int | None]:
+    """Return the reader of the step that ``text`` names, the commit that leads there, the step, the last one, and tip.
 
-    The last is the step to which records lead from the commit; None if those that it needs cannot be used. Raises
-    ``NoCommit`` if neither a commit nor records have the step.
+    The last is the step to which records lead from the commit; None if those that it needs cannot be used. The tip is
+    the timeline on which they do; None is that of the commit. Raises ``NoCommit`` if neither a commit nor records have
+    the step.
     """
     target = NamedCommit.parse(text)
     try:
@@ -352,22 +356,22 @@ def open_step(text: str) -> tuple[RunReader, Manifest, int, int | None]:
         if not before:
             raise
         manifest = reader.load(before[0])
-        last = _records_to(reader, manifest)
+        last = _records_to(reader, manifest, target.timeline)
         if last is None or last < target.step:
             raise
-        return reader, manifest, target.step, last
+        return reader, manifest, target.step, last, target.timeline
     last = _records_to(reader, manifest)
     step = target.step if target.step is not None else max(manifest.step, last or 0)
-    return reader, manifest, step, last
+    return reader, manifest, step, last, None
 
 
-def _records_to(reader: RunReader, manifest: Manifest) -> int | None:
+def _records_to(reader: RunReader, manifest: Manifest, tip: int | None = None) -> int | None:
     """Return the step to which log records lead from a commit, or None if the records that it needs cannot be used.
 
     Raises ``CommitRetired`` where a writer has removed them with the commit, meanwhile.
     """
     try:
-        return last_step(reader, manifest)
+        return last_step(reader, manifest, tip)
     except Unreadable as error:
         return error.step
     except (Damaged, DiskFailed):

@@ -36,7 +36,8 @@ class BySample:
     """An attention function of transformers that calls ``whole`` for each block of a mask's diagonal.
 
     Query, key and value are [batch, heads, tokens, size], the mask is bool[batch or 1, 1, tokens, tokens], True where a
-    token attends. Any other mask, and every tensor without values (fake, ``meta``), is left to ``whole``.
+    token attends. Any other mask is left to ``whole``, and every one without values (fake, ``meta``) or a version
+    counter (of ``torch.inference_mode``).
     """
 
     def __init__(self, whole: Callable[..., Any]) -> None:
@@ -76,7 +77,9 @@ class BySample:
             or isinstance(mask, FakeTensor)
             or mask.dtype != torch.bool
             or mask.device.type != "cpu"
+            or mask.is_inference()
             or mask.shape[1:] != (1, tokens, tokens)
+            or len(mask) not in (1, len(query))
             or key.shape[2] != tokens
             or options.get("position_bias") is not None
         ):
@@ -98,7 +101,7 @@ def diagonal_blocks(mask: Tensor) -> list[Block]:
     [(0, 2, True), (2, 5, False)]
     """
     tokens = len(mask)
-    values, places = mask.to(torch.uint8), torch.arange(1, tokens)
+    values, places = mask.to(torch.uint8), torch.arange(1, tokens, device=mask.device)
     first, last = values.argmax(1), tokens - 1 - values.flip(1).argmax(1)
     begins = first.flip(0).cummin(0).values.flip(0)[1:] >= places  # no later token attends to an earlier one
     begins &= last.cummax(0).values[:-1] < places  # and no earlier token to a later one

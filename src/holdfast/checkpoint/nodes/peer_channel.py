@@ -63,6 +63,7 @@ class PeerChannel:
         self._is_ending = False
         self._served_at = 0.0
         """The time of the last answer, by the monotonic clock."""
+        self._is_answering = False
 
     def serve(self, handle: Handler, guests: Collection[int], lost: Callable[[int], None]) -> None:
         """Answer requests by ``handle`` until each rank of ``guests`` has said goodbye.
@@ -132,10 +133,12 @@ class PeerChannel:
                 dist.destroy_process_group(self._group)
 
     def wait_until_quiet(self) -> None:
-        """Return once no request has come for ``QUIET_SECONDS``, or after ``EXIT_SECONDS``."""
-        end = time.monotonic() + EXIT_SECONDS
-        while (left := min(end, self._served_at + QUIET_SECONDS) - time.monotonic()) > 0:
-            time.sleep(left)
+        """Return once no request is or was under way for ``QUIET_SECONDS`` from now, or after ``EXIT_SECONDS``."""
+        busy_at = time.monotonic()
+        end = busy_at + EXIT_SECONDS
+        while (now := time.monotonic()) < min(end, busy_at + QUIET_SECONDS):
+            time.sleep(QUIET_SECONDS / 10)
+            busy_at = now if self._is_answering else max(busy_at, self._served_at)
 
     def end_with_process(self) -> None:
         """Bound the wait for other ranks at the end of a process that did not call ``close``.
@@ -215,6 +218,7 @@ class PeerChannel:
             while guests:
                 work = self._group.recv_anysource([header], _REQUEST)
                 work.wait()
+                self._is_answering = True
                 source, request = work._source_rank(), _decode(header)
                 nbytes = 0
                 for piece in request["pieces"]:
@@ -229,7 +233,7 @@ class PeerChannel:
                 self._group.send([_encode({**answer, "bytes": nbytes})], source, _REPLY).wait()
                 if data is not None and nbytes:
                     self._group.send([torch.frombuffer(data, dtype=torch.uint8)], source, _ANSWER).wait()
-                self._served_at = time.monotonic()
+                self._served_at, self._is_answering = time.monotonic(), False
 
 
 def _handled(handle: Handler, request: Request, sent: memoryview) -> tuple[Request, memoryview | None]:

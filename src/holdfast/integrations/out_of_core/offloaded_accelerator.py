@@ -159,7 +159,13 @@ class OffloadedSteps(Accelerator):
         if self.engine is not None and model is self._loop.model and not writes:
             self._loop.weights(is_kept=False)  # all processes gather them, and those that write keep them
             return
-        super().save_model(model if self.engine is None else _Weights(model), *args, **kwargs)  # type: ignore[arg-type]
+        if self.engine is None:
+            super().save_model(model, *args, **kwargs)
+            return
+        weights = _Weights(model)
+        super().save_model(weights, *args, **kwargs)
+        if model is self._loop.model and not weights.were_asked_for:  # as where a file is in the way
+            self._loop.weights(is_kept=False)  # which the other processes wait for
 
     def free_memory(self, *objects: Any) -> Any:
         self._loop.close()
@@ -177,8 +183,10 @@ class _Weights(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._state_of = model.state_dict
+        self.were_asked_for = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.were_asked_for = True
         return self._state_of()
 
 

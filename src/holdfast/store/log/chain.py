@@ -231,20 +231,23 @@ def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
     return before.digest if before.timeline == record.timeline else record.key
 
 
-def last_step(store: RunReader, base: Manifest) -> int:
+def last_step(store: RunReader, base: Manifest, tip: int | None = None) -> int:
     """Return the last step that the records after ``base`` reach on every stream.
 
-    Only headers are read.
+    Only headers are read. ``tip`` is the timeline to follow; None means that which the base is part of.
     """
-    tip = _tip_of(store, base)
+    tip = _tip_of(store, base) if tip is None else tip
     return min(
         chain_of(base, stream, read_journal(store, stream, tip), None).last.step for stream in base.streams
     )
 
 
-def progress_at(store: RunReader, base: Manifest, stream: str, step: int) -> dict[str, Any]:
-    """Return the progress of ``stream`` at a ``step`` that its records after ``base`` reach."""
-    return chain_of(base, stream, read_journal(store, stream, _tip_of(store, base)), step).progress
+def progress_at(
+    store: RunReader, base: Manifest, stream: str, step: int, tip: int | None = None
+) -> dict[str, Any]:
+    """Return the progress of ``stream`` at a ``step`` that its records after ``base`` reach, as ``last_step`` does."""
+    tip = _tip_of(store, base) if tip is None else tip
+    return chain_of(base, stream, read_journal(store, stream, tip), step).progress
 
 
 def _tip_of(store: RunReader, base: Manifest) -> int | None:

@@ -201,6 +201,21 @@ def test_launcher_gets_a_free_port_in_place_of_a_named_one():
             free.bind(("", int(port)))
 
 
+@pytest.mark.parametrize(
+    "command, changed",
+    [
+        ("python -m torch.distributed.run --master-port 7 -m train --master-port 7", [4]),
+        ("torchrun --master-port 7 --module train --master-port 7", [2]),
+        ("python train.py --master-port 7", []),
+        ("accelerate launch --main_process_port 7 train.py --main_process_port 7", [3]),
+    ],
+)
+def test_options_of_the_script_itself_stay(command, changed):
+    before = command.split()
+    after, _ = with_own_ports(before, {})
+    assert [i for i, word in enumerate(before) if word != after[i]] == changed
+
+
 LAUNCHER = """
 import json, os, sys, time
 status, told, order = os.environ["HOLDFAST_STANDBY"], *sys.argv[1:]

@@ -140,6 +140,16 @@ def test_evaluation_without_version_counters_is_computed_whole(whole, seen):
     assert all(masked for _, masked in seen)
 
 
+@pytest.mark.parametrize("option", ["position_bias", "cache"])
+def test_what_a_call_of_each_block_would_do_otherwise_is_left_whole(option):
+    given = []
+    attend = BySample(lambda module, *tensors, **options: given.append((tensors, options)))
+    query, mask = torch.randn(1, 2, 6, 8), torch.eye(6).bool()[None, None]
+    attend(torch.nn.Module(), query, query, query, mask, **{option: query})
+    [(tensors, options)] = given
+    assert tensors[0] is query and options[option] is query
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_attended_to_outside_of_a_block(seed):
     """On masks of any kind: blocks cover all that is True, and cannot be divided."""

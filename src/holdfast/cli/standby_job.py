@@ -36,6 +36,8 @@ FAILED_STANDBYS = 3
 """The number of standbys in a row that may end before they are ready; then the training goes on without one."""
 PORTS = re.compile(r"--(master-port|main-process-port|rdzv-endpoint)")
 """The options of launchers that name a port."""
+LAUNCHERS = ("torch.distributed.", "accelerate.")
+"""The beginnings of modules that ``python -m`` starts and that start a script themselves."""
 PORT_VARIABLES = ("PET_MASTER_PORT", "PET_RDZV_ENDPOINT", "MASTER_PORT")
 """The environment variables of launchers that name a port."""
 FRUITLESS = 2
@@ -238,7 +240,8 @@ class _Job:
 def with_own_ports(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return ``command`` with free ports in place of those that it names, and new values of such variables.
 
-    Options after the script are the script's, and stay. So does port 0, which the launcher replaces by a free one.
+    Options after the script, or after ``-m`` and its module, are the script's, and stay. So does port 0, which the
+    launcher replaces by a free one.
 
     >>> with_own_ports(["torchrun", "--rdzv-endpoint", "localhost:0", "train.py", "--master-port=1"], {})[0]
     ['torchrun', '--rdzv-endpoint', 'localhost:0', 'train.py', '--master-port=1']
@@ -248,7 +251,8 @@ def with_own_ports(command: Sequence[str], variables: Mapping[str, str]) -> tupl
         if is_value:
             words[i], is_value = _with_free_port(word), False
             continue
-        if i and word.endswith(".py"):
+        of_module = word in ("-m", "--module") and not "".join(words[i + 1 : i + 2]).startswith(LAUNCHERS)
+        if i and (word.endswith(".py") or of_module):
             break
         option, equals, value = word.partition("=")
         if PORTS.fullmatch(option.replace("_", "-")):

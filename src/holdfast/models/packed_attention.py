@@ -82,6 +82,7 @@ class BySample:
             or len(mask) not in (1, len(query))
             or key.shape[2] != tokens
             or options.get("position_bias") is not None
+            or options.get("cache") is not None
         ):
             return None
         known = self._known.get(mask)

@@ -279,6 +279,17 @@ def test_other_signals_after_a_sigterm_do_no_harm():
     assert in_child(work) == 7
 
 
+def test_a_handler_that_the_script_sets_later_has_the_signal():
+    def work():
+        SigTerm.watched().end_if(lambda: True, lambda: None)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signalled_in(0.1)
+        time.sleep(0.5)
+        return 7
+
+    assert in_child(work) == 7
+
+
 def test_the_signal_of_a_fork_is_not_that_of_the_training():
     """As of a worker of a DataLoader. Another use of the descriptor for signals stays as it was."""
 

@@ -146,6 +146,8 @@ class SigTerm:
             while (number := file.read(1)) and number[0] != signal.SIGTERM:
                 pass
             while number and not self._over:
+                if signal.getsignal(signal.SIGTERM) not in (self._note, signal.SIG_DFL):
+                    return  # the script has set a handler of its own meanwhile
                 if is_broken():
                     _attempt(finish)
                     if self._over:  # meanwhile the main thread has raised the error, which the script handles

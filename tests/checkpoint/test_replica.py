@@ -781,6 +781,15 @@ def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
     retained_state.drop(place)
 
 
+def keep_step_5(run, loop, progress):
+    """Leave step 5 of ``loop`` in memory, as a replica does whose trainer has died."""
+    place = shared_memory.place_of(run, shared_memory.MEMORY)
+    with LocalStore.read(run) as reader:
+        key = reader.timelines()[0][1].key
+    shared_memory.make(place)
+    retained_state.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, [1, key])
+
+
 def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(tmp_path):
     """As where the disk had no room when the trainer died."""
     loop, checkpointer = start(tmp_path)
@@ -789,11 +798,7 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         for i in range(3):
             loop.iteration(i, checkpointer.step)
         progress = checkpointer._training.progress()
-    place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
-    with LocalStore.read(tmp_path / "run") as reader:
-        key = reader.timelines()[0][1].key
-    shared_memory.make(place)
-    retained_state.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, [1, key])
+    keep_step_5(tmp_path / "run", loop, progress)
     loop, again = start(tmp_path)
     with again:
         assert again.resume() == 5 and again.replica_step == 5
@@ -808,11 +813,7 @@ def test_a_hyper_parameter_that_the_script_changed_is_told_at_a_resume_from_memo
     with checkpointer:
         checkpointer.resume()
         progress = checkpointer._training.progress()
-    place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
-    with LocalStore.read(tmp_path / "run") as reader:
-        key = reader.timelines()[0][1].key
-    shared_memory.make(place)
-    retained_state.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, [1, key])
+    keep_step_5(tmp_path / "run", loop, progress)
     _, again = start(tmp_path, optimizer=partial(torch.optim.AdamW, lr=0.1))
     with again, pytest.warns(UserWarning, match=r"param_groups\[0\]\['lr'\] is 0.01 and not 0.1"):
         assert again.resume() == 5

@@ -1,4 +1,4 @@
-"""Attention of packed rows: each sample has the bits that it has alone, and no kernel is given a larger mask."""
+"""Attention of packed rows: each sample has the result that it has alone, and no kernel is given a larger mask."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def outcome(model, batch):
     return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def test_samples_have_the_bits_that_they_have_alone(whole, seen):
+def test_samples_have_the_result_that_they_have_alone(whole, seen):
     model, rows = model_of(), rows_of()
     batch = packed_batch(rows, 0)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_samples_have_the_bits_that_they_have_alone(whole, seen):
             for sample in row:
                 end = begin + len(sample["input_ids"])
                 alone = model(input_ids=sample["input_ids"][None]).logits[0]
-                # products of other shapes may round otherwise; the attention has the same shapes
+                # products of other shapes may round otherwise
                 assert torch.allclose(logits[begin:end], alone, atol=1e-6, rtol=0)
                 begin = end
     padding = sum(LENGTHS[0]) - sum(LENGTHS[1])

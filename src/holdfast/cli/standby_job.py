@@ -251,8 +251,8 @@ def with_own_ports(command: Sequence[str], variables: Mapping[str, str]) -> tupl
         if is_value:
             words[i], is_value = _with_free_port(word), False
             continue
-        of_module = word in ("-m", "--module") and not "".join(words[i + 1 : i + 2]).startswith(LAUNCHERS)
-        if i and (word.endswith(".py") or of_module):
+        is_module = i and words[i - 1] in ("-m", "--module") and not word.startswith(LAUNCHERS)
+        if is_module or (i and word.endswith(".py")):
             break
         option, equals, value = word.partition("=")
         if PORTS.fullmatch(option.replace("_", "-")):

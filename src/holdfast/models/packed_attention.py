@@ -2,8 +2,7 @@
 
 A packed row of n samples has a block-diagonal mask, and a kernel that is given a mask computes all of it: the square of
 the row's tokens, where the sum of the samples' squares would do. So the attention of transformers is called for each
-block of the diagonal. What a token attends to is the same, and so is its result but for rounding: a block has the bits
-of its sample alone.
+block of the diagonal. What a token attends to is the same, and so is its result but for rounding.
 
 Called by ``holdfast train`` where it packs. Masks on a device are left whole, since finding the blocks would wait for
 the device.

@@ -50,11 +50,8 @@ def call_form(module: nn.Module, index: int, args: tuple, kwargs: dict[str, Any]
     """
     if DECLARED in kwargs or any(getattr(m, h) for m in module.modules() for h in HOOKS):
         return None
-    parts = [
-        (
-            name,
-            _module_form(part, index, () if name else REPLACED),
-        )  # which ``Patch`` replaces in the block itself
+    parts = [  # ``Patch`` replaces attributes of the block itself
+        (name, _module_form(part, index, () if name else REPLACED))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
     leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -450,7 +450,7 @@ def standby(
 
 
 rules = typer.Typer(
-    help="Rules, for layouts that a format does not record: docs/moves.md.", no_args_is_help=True
+    help="Rules, for layouts that a format does not record: docs/rules.md.", no_args_is_help=True
 )
 app.add_typer(rules, name="rules")
 

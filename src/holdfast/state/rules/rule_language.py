@@ -1,7 +1,7 @@
 """The grammar of rules: readable TOML that describes the layout of tensors where a format does not record it.
 
 A rule has a regex over the whole name of a stored tensor, the way in which its parts make one tensor (``cut``), and the
-operations that give that tensor its canonical form. The first rule that matches is applied. docs/moves.md describes the
+operations that give that tensor its canonical form. The first rule that matches is applied. docs/rules.md describes the
 language with examples; this module has its grammar, ``state/rules/assembly.py`` its meaning.
 """
 

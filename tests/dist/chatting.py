@@ -8,12 +8,19 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch.distributed as dist
-from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401 (importing takes seconds, and the ranks are forks)
+from trl import (  # noqa: F401 (importing takes seconds, and the ranks are forks)
+    DPOTrainer,
+    GRPOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+)
 
 from holdfast.integrations.transformers import offloaded
 from integrations import test_offloaded_trl as scripts
 from integrations_interrupt import Interrupt, Interrupted, close_engines
 from offloaded_script import logged
+from survive_run import digest
 
 
 def main(
@@ -43,3 +50,5 @@ def main(
     say(logged=logged(trainer), processes=trainer.args.world_size)
     close_engines()
     say(finished=True)
+    if interrupt is None:
+        say(weights=digest(dict(trainer.model.state_dict())))

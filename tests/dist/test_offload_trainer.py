@@ -132,6 +132,7 @@ def test_what_one_rank_decides_all_do(world, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     """With metrics that their losses gather; the last batches of an epoch and of an evaluation are filled up. Some are
@@ -150,8 +151,14 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     dpo = {"script": "dpo", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9}
     kept = {"script": "dpo", "max_steps": 1}  # with a second model in memory, the reference
     computed = {"script": "dpo", "precompute_ref_log_probs": True, "max_steps": 2}
-    texts = {"script": "policy", "adapters": True, "per_device_eval_batch_size": 2}
-    more = {"script": "policy", "trainer": "RLOO", "max_steps": 2}
+    texts = {"script": "policy", "adapters": True, "per_device_eval_batch_size": 2, "max_steps": 3}
+    more = {
+        "script": "policy",
+        "trainer": "RLOO",
+        "max_steps": 1,
+        "talks": True,
+        "gradient_checkpointing": False,
+    }
     orders: dict[str, dict[str, Any]] = {
         "plain": sft | {"plain": True},
         "whole": sft,
@@ -169,7 +176,7 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
         "computed": computed,
         "plain texts": texts | {"plain": True},
         "texts": texts,
-        "cut texts": texts | {"interrupt": 3},
+        "cut texts": texts | {"interrupt": 2},
         "rest texts": texts,
         "plain more texts": more | {"plain": True},
         "more texts": more,
@@ -186,6 +193,7 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     for theirs, mine in (("plain", "whole"), *((f"plain {each}", each) for each in named)):
         for one, other in zip(finished(said[theirs]), finished(said[mine]), strict=True):
             same(other["logged"], one["logged"])
+            assert other.get("text") == one.get("text")
     for whole, rest in (("whole", "rest"), ("pairs", "rest pairs"), ("texts", "rest texts")):
         for one, other in zip(said[whole], said[rest], strict=True):
             assert (other["logged"], other["weights"]) == (one["logged"], one["weights"])

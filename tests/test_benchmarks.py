@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-WITHOUT_SMALL = {"campaign", "peers_suites", "times"}  # of suites, this one's and those of others
+WITHOUT_SMALL = {
+    "campaign",
+    "peers_suites",
+    "times",
+    "ray_train",
+}  # of suites, this one's and those of others; of Ray
 SCRIPTS = sorted(
     path.stem
     for path in BENCHMARKS.glob("*.py")

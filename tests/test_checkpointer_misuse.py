@@ -873,3 +873,16 @@ def test_waiting_for_steps_of_a_replica_is_refused(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(BadInput, match="would make a base of every step"):
         Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, wait_each_step=True, replica=True)
+
+
+def test_a_relative_directory_in_a_worker_of_ray_is_refused(tmp_path, monkeypatch):
+    """Another session of Ray would have another directory, and begin anew."""
+    session = tmp_path / "session_2026-11-28_21-28-40_520548_24899/artifacts/mine"
+    session.mkdir(parents=True)
+    monkeypatch.chdir(session)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadInput, match="Give an absolute path"):
+        Checkpointer("runs/mine", model=model, optimizer=optimizer)
+    assert not (session / "runs").exists()
+    of(tmp_path / "run", model, optimizer)[0].close()

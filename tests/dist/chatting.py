@@ -7,13 +7,37 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401 (importing takes seconds, and the ranks are forks)
+from transformers import TrainerCallback
+from trl import (  # noqa: F401 (importing takes seconds, and the ranks are forks)
+    DPOTrainer,
+    GRPOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+)
 
 from holdfast.integrations.transformers import offloaded
 from integrations import test_offloaded_trl as scripts
 from integrations_interrupt import Interrupt, Interrupted, close_engines
 from offloaded_script import logged
+from survive_run import digest
+
+
+class Continues(TrainerCallback):
+    """Continues a text by as many tokens as this rank is to, after the first step."""
+
+    def __init__(self, count: int, say: Callable[..., None]) -> None:
+        self._count, self._say = count, say
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 1:
+            with torch.no_grad():
+                text = model.generate(
+                    torch.tensor([[65, 66, 67]]), max_new_tokens=self._count, do_sample=False
+                )
+            self._say(text=text.tolist())
 
 
 def main(
@@ -28,14 +52,16 @@ def main(
     plain: bool = False,
     texts: int = 10,
     interrupt: int | None = None,
+    talks: bool = False,
     **options: Any,
 ) -> None:
-    """All ranks are interrupted after the step ``interrupt``."""
+    """All ranks are interrupted after the step ``interrupt``, and continue a text after the first if it ``talks``."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the trainer prints, and the server speaks there
     os.environ |= {"LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     kind = scripts.itself if plain else offloaded
-    callbacks = [] if interrupt is None else [Interrupt(interrupt, "on_step_end")]
+    callbacks: list[Any] = [] if interrupt is None else [Interrupt(interrupt, "on_step_end")]
+    callbacks += [Continues(2 + 3 * rank, say)] * talks
     trainer = getattr(scripts, script)(kind, folder, root, callbacks=callbacks, **options)
     trainer.train_dataset = trainer.train_dataset.select(range(texts))
     with nullcontext() if interrupt is None else suppress(Interrupted):
@@ -43,3 +69,5 @@ def main(
     say(logged=logged(trainer), processes=trainer.args.world_size)
     close_engines()
     say(finished=True)
+    if interrupt is None:
+        say(weights=digest(dict(trainer.model.state_dict())))

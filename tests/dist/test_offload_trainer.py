@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from holdfast.integrations.transformers import offloaded
 from integrations.test_offloaded_trl import PAIRS
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same
 from offloaded_script import make
-from tiny_folders import write_folder
+from tiny_folders import VOCABULARY, write_folder
 
 
 @pytest.fixture(autouse=True)
@@ -131,10 +132,11 @@ def test_what_one_rank_decides_all_do(world, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
-    """With metrics that their losses gather; the last batches of an epoch and of an evaluation are filled up. One is
-    interrupted within an epoch."""
+    """With metrics that their losses gather; the last batches of an epoch and of an evaluation are filled up. Some are
+    interrupted within an epoch. Texts that are generated end after unlike numbers of tokens."""
     folder = str(write_folder(tmp_path / "llama", dtype=torch.float32))
     held = load_file(f"{folder}/model.safetensors")  # a head whose entropies differ from text to text
     save_file(
@@ -142,11 +144,21 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
         f"{folder}/model.safetensors",
         {"format": "pt"},
     )
+    ends = {"eos_token_id": list(range(1, VOCABULARY, 4)), "pad_token_id": 0}
+    (tmp_path / "llama/generation_config.json").write_text(json.dumps(ends))
     sft = {"script": "sft", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9, "max_steps": 6}
     sft |= {"gradient_accumulation_steps": 1, "eval_steps": 3}
     dpo = {"script": "dpo", "adapters": True, "per_device_eval_batch_size": 1, "texts": 9}
     kept = {"script": "dpo", "max_steps": 1}  # with a second model in memory, the reference
     computed = {"script": "dpo", "precompute_ref_log_probs": True, "max_steps": 2}
+    texts = {"script": "policy", "adapters": True, "per_device_eval_batch_size": 2, "max_steps": 3}
+    more = {
+        "script": "policy",
+        "trainer": "RLOO",
+        "max_steps": 1,
+        "talks": True,
+        "gradient_checkpointing": False,
+    }
     orders: dict[str, dict[str, Any]] = {
         "plain": sft | {"plain": True},
         "whole": sft,
@@ -162,7 +174,13 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
         "kept": kept,
         "plain computed": computed | {"plain": True},
         "computed": computed,
-        "refused": {"script": "policy"},
+        "plain texts": texts | {"plain": True},
+        "texts": texts,
+        "cut texts": texts | {"interrupt": 2},
+        "rest texts": texts,
+        "plain more texts": more | {"plain": True},
+        "more texts": more,
+        "refused": {"script": "kto"},
     }
     place = {name: str(tmp_path / name.replace("rest", "cut")) for name in orders}
     for name in ("plain computed", "computed"):  # beside which the first rank leaves what it has computed
@@ -171,15 +189,16 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     with World("chatting", patience_seconds=180.0) as world:
         given = [order | {"folder": folder, "root": place[name]} for name, order in orders.items()]
         said = dict(zip(orders, world.run_each(2, given), strict=True))
-    named = ("rewards", "pairs", "kept", "computed")
+    named = ("rewards", "pairs", "kept", "computed", "texts", "more texts")
     for theirs, mine in (("plain", "whole"), *((f"plain {each}", each) for each in named)):
         for one, other in zip(finished(said[theirs]), finished(said[mine]), strict=True):
             same(other["logged"], one["logged"])
-    for whole, rest in (("whole", "rest"), ("pairs", "rest pairs")):
+            assert other.get("text") == one.get("text")
+    for whole, rest in (("whole", "rest"), ("pairs", "rest pairs"), ("texts", "rest texts")):
         for one, other in zip(said[whole], said[rest], strict=True):
-            assert other["logged"] == one["logged"]
+            assert (other["logged"], other["weights"]) == (one["logged"], one["weights"])
     for each in said["refused"]:
-        assert "offloaded(GRPOTrainer) trains in one process" in each["error"], each
+        assert "offloaded(KTOTrainer) trains in one process" in each["error"], each
     assert not (tmp_path / "refused/_holdfast").exists()
 
 

@@ -84,6 +84,7 @@ def main(
     trainer.checkpointer.load = loaded
     trainer.train()
     say(ended=trainer.step, last=state_of(trainer), tokens=trainer.ntokens_seen)
+    torch.save(weights_of(trainer), f"{trainer.config.dump_folder}/weights-{rank}.pt")
     trainer.close()
     dist.destroy_process_group()
 
@@ -97,7 +98,14 @@ def state_of(trainer: Any) -> dict[str, str]:
     return {key: _told(key, value) for key, value in found.items()}
 
 
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: _whole(value.detach()) for name, value in trainer.model_parts[0].named_parameters()}
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def _told(key: str, value: Any) -> str:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+    value = _whole(value)
     return digest({key: value}) if isinstance(value, torch.Tensor) else repr(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (  # noqa: E402
 )
 
 from holdfast.errors import BadInput, ModelNotSupported  # noqa: E402
+from holdfast.integrations.out_of_core.generation import refuse_generation  # noqa: E402
 from holdfast.integrations.transformers import offloaded  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
 from offloaded_script import logged  # noqa: E402
@@ -250,6 +252,16 @@ def test_texts_of_other_weights_are_refused(tmp_path, folder, options, said):
     with pytest.raises(BadInput, match=said):
         policy(offloaded, folder, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "_holdfast").exists()
+
+
+def test_tools_are_refused_in_several_processes(tmp_path, folder):
+    """With them each process generates as often as its own texts ask for."""
+    trainer = policy(offloaded, folder, tmp_path / "out")
+    trainer.tools = [words]
+    refuse_generation(trainer)
+    trainer.args = SimpleNamespace(**vars(trainer.args), world_size=2)
+    with pytest.raises(BadInput, match="with tools each process generates"):
+        refuse_generation(trainer)
 
 
 def test_a_loss_of_kto_that_calls_the_model_twice_is_refused(tmp_path, folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dist.world import World
@@ -176,3 +177,53 @@ def test_a_step_that_there_is_not_is_refused(titan, saved):
 def test_a_place_that_is_no_directory_is_refused(titan, tmp_path):
     for each in titan(tmp_path, "--checkpoint.folder", "s3://bucket/run"):
         assert "is no directory" in each["error"], each
+
+
+def test_every_step_is_recorded_and_a_killed_training_ends_the_same(titan, never_ended, tmp_path):
+    said = titan(tmp_path, config="steps", kill=(1, "after_step_sealed:4"))
+    assert said[1]["code"] == -9 and not any("ended" in each for each in said), said
+    said = titan(tmp_path, config="steps")
+    assert all(each["loaded"] and each["began"] == 3 for each in said), said
+    assert ends_as(said, never_ended)
+    assert all(each["began"] == 5 for each in titan(tmp_path, "--checkpoint.load_step", 5, config="steps"))
+
+
+def test_other_ranks_continue_after_the_newest_step(titan, tmp_path):
+    """With as many samples in a step, and a loader that counts the samples of all ranks."""
+    schedule = ["--lr_scheduler.total_steps", 8]
+    titan(tmp_path / "whole", *schedule, config="shared", steps=8)
+    begun = titan(tmp_path / "cut", *schedule, config="shared", steps=4)
+    for ranks, steps in ((1, 5), (4, 8)):
+        options = [*schedule, "--training.local_batch_size", 4 // ranks]
+        said = titan(tmp_path / "cut", *options, config="shared", ranks=ranks, steps=steps)
+        assert all("error" not in each and each["state"] == begun[0]["last"] for each in said), said
+        begun = said
+    expected, found = (torch.load(tmp_path / name / "weights-0.pt") for name in ("whole", "cut"))
+    for name, tensor in expected.items():  # AdamW divides gradients near 0 by their own size
+        assert (found[name] - tensor).norm() < 1e-3 * tensor.norm(), name
+
+
+def test_a_run_of_steps_begins_at_torchtitans_own_checkpoint(titan, never_ended, tmp_path):
+    """Its steps count, and the weights that torchtitan saves at the end are no checkpoint to continue from."""
+    run_of(tmp_path).mkdir()
+    (run_of(tmp_path) / "step-4").symlink_to(run_of(never_ended[0]) / "step-4")
+    said = titan(tmp_path, "--checkpoint.last_save_model_only", config="steps")
+    assert all(each["loaded"] and each["began"] == 4 for each in said), said
+    assert ends_as(said, never_ended)
+    weights = run_of(tmp_path) / "step-6"
+    assert (weights / ".metadata").is_file()
+    said = titan(tmp_path, "--checkpoint.load_step", 5, config="steps")
+    assert all(each["began"] == 5 for each in said) and ends_as(said, never_ended)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--checkpoint.load_only"], "load_only=True records nothing"),
+        (["--checkpoint.exclude_from_loading", "optimizer"], "a run is resumed as a whole"),
+    ],
+)
+def test_options_that_a_run_of_steps_cannot_heed_are_refused(titan, tmp_path, options, text):
+    [said] = titan(tmp_path, *options, config="steps", ranks=1)
+    assert text in said["error"], said
+    assert not run_of(tmp_path).exists()

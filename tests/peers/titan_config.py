@@ -22,7 +22,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from holdfast.integrations.torchtitan import CheckpointManager
+from holdfast.integrations.torchtitan import CheckpointManager, StepCheckpointManager
 
 LENGTH, VOCABULARY = 16, 260
 
@@ -30,6 +30,21 @@ LENGTH, VOCABULARY = 16, 260
 def ours() -> Trainer.Config:
     config = tiny()
     config.checkpoint = CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False)
+    return config
+
+
+def steps() -> Trainer.Config:
+    """Every step durable before the next one."""
+    config = tiny()
+    config.checkpoint = StepCheckpointManager.Config(
+        enable=True, last_save_model_only=False, options={"wait_each_step": True}
+    )
+    return config
+
+
+def shared() -> Trainer.Config:
+    config = steps()
+    config.dataloader = SharedTokens.Config()
     return config
 
 
@@ -95,6 +110,20 @@ class Random(IterableDataset):
         self.number = state["number"]
 
 
+class Shared(Random):
+    """Tokens by number alone: each rank takes its share of as many samples, however many ranks there are."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(0)
+        self._first, self._num_ranks = rank, num_ranks
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        samples = super().__iter__()
+        while True:
+            group = [next(samples) for _ in range(self._num_ranks)]
+            yield group[self._first]
+
+
 class Tokens(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
@@ -106,3 +135,25 @@ class Tokens(ParallelAwareDataloader):
         super().__init__(
             Random(dp_rank), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size
         )
+
+
+class SharedTokens(ParallelAwareDataloader):
+    """A loader whose position is the number of samples that all ranks have had."""
+
+    elastic = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        pass
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
+    ) -> None:
+        data = Shared(dp_rank, dp_world_size)
+        super().__init__(data, dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.dataset.load_state_dict(state_dict)

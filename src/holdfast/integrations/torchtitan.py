@@ -1,10 +1,14 @@
-"""The checkpoints of torchtitan as commits of one run of this library.
+"""The checkpoints of torchtitan as commits of one run of this library, and its training with a record of every step.
 
-    config.checkpoint = CheckpointManager.Config(enable=True, interval=100)  # in a function that --config names
+    config.checkpoint = StepCheckpointManager.Config(enable=True)  # in a function that --config names
+    config.checkpoint = CheckpointManager.Config(enable=True, interval=100)  # commits alone
 
-Where torchtitan makes a folder for each step, this makes a commit of the run in ``<dump_folder>/<folder>``, by
-``integrations.dcp``. torchtitan still decides when to save and what stays. The overridden methods are those by which
-torchtitan 0.3 names, finds, writes, reads and removes the checkpoint of a step.
+``StepCheckpointManager`` holds a ``Checkpointer``: torchtitan's trainer asks its manager to save after each step, which
+ends the record of the step, and to load before the first, which resumes.
+
+With ``CheckpointManager``, where torchtitan makes a folder for each step, this makes a commit of the run in
+``<dump_folder>/<folder>``, by ``integrations.dcp``. torchtitan still decides when to save and what stays. The
+overridden methods are those by which torchtitan 0.3 names, finds, writes, reads and removes the checkpoint of a step.
 """
 
 from __future__ import annotations
@@ -12,20 +16,131 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
+import tyro  # pyrefly: ignore[missing-import]
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components import checkpoint as titan  # pyrefly: ignore[missing-import]
 from torchtitan.tools.utils import GarbageCollection  # pyrefly: ignore[missing-import]
 
+from ..checkpointer import Checkpointer
 from ..errors import BadInput
+from ..quantities import shown
 from ..store.commit.retention import Keep
 from ..store.reader import RunReader
 from .dcp import StorageReader, StorageWriter
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "StepCheckpointManager"]
+
+OF_FOLDERS = "interval", "keep_latest_k", "async_mode", "enable_first_step_checkpoint"
+"""The options of torchtitan that say when it makes folders and how many stay."""
+
+
+class StepCheckpointManager(titan.CheckpointManager):
+    """A replacement for torchtitan's manager with which every optimizer step is recorded.
+
+    A restart continues after the newest step, with the bits of a training that was never interrupted. After the last
+    step the model alone is saved to ``step-N`` as torchtitan does (``last_save_model_only``).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.CheckpointManager.Config):
+        """torchtitan's configuration, of which ``OF_FOLDERS`` have no meaning here."""
+
+        options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Options of ``holdfast.Checkpointer``, such as ``{"every": "auto"}``."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._checkpointer: Checkpointer | None = None
+        if not self.enable:
+            return
+        self._parts, self._options = parts["model_parts"], config.options
+        if len(self._parts) > 1:
+            raise BadInput(
+                f"this rank has {len(self._parts)} parts of the model (an interleaved pipeline schedule), and a run has"
+                " one for each rank: choose another parallelism.pipeline_parallel_schedule, or CheckpointManager"
+            )
+        if self.load_only:
+            raise BadInput("load_only=True records nothing: leave it out, or set enable=False")
+        if others := sorted({*self.exclude_from_loading} - {titan.DATALOADER}):
+            raise BadInput(
+                f"exclude_from_loading = {others}: a run is resumed as a whole, but for {titan.DATALOADER!r}. To begin"
+                " anew with its weights give another folder, and initial_load_path."
+            )
+        usual = {each.name: each.default for each in fields(config)}
+        if unread := [name for name in OF_FOLDERS if getattr(config, name) != usual[name]]:
+            warnings.warn(
+                f"checkpoint.{shown(unread)} is not read: every step is recorded. What snapshots are made and stay is"
+                " said by options={'base_every': ..., 'keep': ...}.",
+                stacklevel=2,
+            )
+
+    def __del__(self) -> None:
+        """Do nothing: a close is collective, and torchtitan calls it."""
+
+    def _load(self, step: int = -1) -> bool:
+        """Resume the run; begin a new one with what torchtitan loads (``initial_load_path``, or a folder of its own).
+
+        Collective: every rank must call this.
+        """
+        is_new = RunReader(self.folder).head() is None
+        is_loaded = is_new and super()._load(step)
+        own = {titan.MODEL, titan.OPTIMIZER, titan.DATALOADER, titan.LR_SCHEDULER}
+        loader = self.states[titan.DATALOADER]
+        self._checkpointer = checkpointer = Checkpointer(
+            self.folder,
+            model=self._parts[0],
+            optimizer=list(self.states[titan.OPTIMIZER]),
+            scheduler=self.states[titan.LR_SCHEDULER],
+            loader=None
+            if loader is None
+            else DataPosition(loader, titan.DATALOADER in self.exclude_from_loading),
+            also={name: state for name, state in self.states.items() if name not in own},
+            **self._options,
+        )
+        if is_new:  # the steps of what was loaded count, so that numbers of steps are those of torchtitan
+            checkpointer._training.steps_done = self.states[titan.TRAIN_STATE].step
+        done = checkpointer.resume(step=None if is_new or step == -1 else step)
+        return is_loaded or done > 0
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """End the record of the step. Collective: every rank must call this.
+
+        What torchtitan saves after the last step comes before its record: a process killed there does the step again.
+        """
+        if not curr_step:  # a seed checkpoint
+            return super()._save(curr_step, last_step)
+        if last_step and self.last_save_model_only:
+            self._save_last_step(curr_step)
+        assert self._checkpointer is not None
+        self._checkpointer.step()
+        return True
+
+    def _close(self) -> None:
+        super()._close()
+        if self._checkpointer is not None:
+            self._checkpointer.__exit__(*sys.exc_info())  # torchtitan closes where it handles an error, too
+
+
+class DataPosition:
+    """The place of torchtitan's loader, which a run keeps, and which is not loaded if it ``is_excluded``."""
+
+    endless = True
+    """A flag for the ``Checkpointer``: no end of an epoch is done again after a resume."""
+
+    def __init__(self, loader: Any, is_excluded: bool) -> None:
+        self._loader, self._is_excluded = loader, is_excluded
+        self.elastic = is_excluded or getattr(loader, "elastic", False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self._is_excluded:
+            self._loader.load_state_dict(state)
 
 
 class CheckpointManager(titan.CheckpointManager):

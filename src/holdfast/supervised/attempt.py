@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 VARIABLE = "HOLDFAST_DRILL"
 PLAN, OPENED, RUNS = "plan.json", "opened.jsonl", "runs"
 """The plan of an attempt, the list of the runs that it opened, and the folder that holds them."""
+
+RAY_SESSION = re.compile(r"/session_\d{4}-\d\d-\d\d_[\d_-]+/")
+"""A part of the working directory of each worker of Ray."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,16 @@ class Attempt:
 
 
 def training_directory(run: str | os.PathLike[str]) -> Path:
-    """Return the directory in which ``run`` is trained: in a drill one of its own, else the path that was given."""
+    """Return the directory in which ``run`` is trained: in a drill one of its own, else the path that was given.
+
+    Raises ``BadInput`` for a relative path in a worker of Ray, where a training would begin anew in each session.
+    """
     path, attempt = home_path(run), Attempt.here()
+    if not path.is_absolute() and RAY_SESSION.search(f"{os.getcwd()}/"):
+        raise BadInput(
+            f"{run} would be in {os.getcwd()}, which is of this session of Ray and this machine alone, so that another"
+            " session would begin anew. Give an absolute path that all workers see."
+        )
     return path if attempt is None else attempt.directory_of(path)
 
 

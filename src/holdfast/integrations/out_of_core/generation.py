@@ -3,7 +3,8 @@
 Their class generates in the middle of a micro-batch, at the first one that needs new texts. The engine computes the
 micro-batches of a step together, so all texts of a step are made before it, with the same weights. Each call of the
 model is a pass of the engine then, so a token of the texts that are generated together takes one pass over the blocks.
-Names are those of TRL 1.16.
+Several processes make the same passes: one whose texts are complete goes on until those of all are. Names are those of
+TRL 1.16.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 from transformers import Trainer
 
 from ...errors import BadInput
+from ...offload.engine import Engine
 from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 
 USED = "_prepare_inputs", "_step", "_buffered_inputs", "num_iterations"
 """The attributes and methods that this module uses of a trainer that generates."""
+ROUNDS = "tools", "environment_factories", "rollout_func"
+"""Attributes of a trainer that let a process generate as often as its own texts ask for."""
 
 
 def generates(trainer_class: type[Trainer]) -> bool:
@@ -47,11 +51,31 @@ def refuse_generation(trainer: Any) -> None:
             " are generated for each step anew. Give num_iterations=1, and leave out steps_per_generation and"
             " generation_batch_size."
         )
+    if args.world_size > 1 and (rounds := [each for each in ROUNDS if getattr(trainer, each, None)]):
+        raise BadInput(
+            f"with {rounds[0]} each process generates as often as its own texts ask for, and the {args.world_size}"
+            " processes here have to make the same passes: start the script by itself"
+        )
     if "ref" in getattr(trainer.model, "peft_config", ()):
         raise BadInput(
             "the reference is the adapter 'ref' of the model, which the engine does not switch to: merge the adapter"
             " into the model and begin a new one, or give beta=0"
         )
+
+
+def generate_together(model: Any, engine: Engine) -> None:
+    """Let ``model.generate``, while ``engine`` is open, make as many passes in each process as in all others.
+
+    transformers then goes on, without using the results, until the texts of all processes are complete.
+    """
+    if not hasattr(model, "generate"):
+        return
+    generate = model.generate
+
+    def together(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **({} if engine.is_closed else {"synced_gpus": True}) | kwargs)
+
+    vars(model)["generate"] = together
 
 
 def begin(trainer: Any) -> None:

@@ -111,6 +111,8 @@ class OffloadedTraining(Training):
         self.engine.take_calls(
             [trainer.model, *[inner] * (inner is not trainer.model)], self._refuse_amid_step
         )
+        if self._processes > 1:
+            generation.generate_together(inner, self.engine)
         if self._restored is None:
             self._first_step = self.engine.steps_done
             generation.begin(trainer)

@@ -27,7 +27,7 @@ STOPS = "should_training_stop", "should_epoch_stop"
 """The flags of a control that end the loop."""
 FLAGS = (*STOPS, "should_log", "should_evaluate", "should_save")
 """The flags of a control that decide how the loop goes on."""
-OF_TRL = "SFTTrainer", "RewardTrainer", "DPOTrainer"
+OF_TRL = "SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"
 """The trainers of TRL that train in several processes."""
 
 

@@ -49,9 +49,10 @@ test: install lint types
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
 
 # All tests that CI runs but those beside other libraries, from one pool: they are collected once, and no core waits for the
-# last test of a kind. Neighbouring tests go to one worker here too.
+# last test of a kind. Neighbouring tests go to one worker here too. Ranks and kills wait about half of their time, so that
+# two cores have work for four workers.
 test-all: install lint types test-wheel
-	$(BIN)/pytest -n 3 $(DISTRIBUTION) -m "not peers"
+	$(BIN)/pytest -n 4 $(DISTRIBUTION) -m "not peers"
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not gpu" tests/played tests/gpu
 
 # Everything that `make test` leaves, tier by tier.
@@ -88,7 +89,7 @@ campaign: install
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
 # DeepSpeed compiles, which takes minutes. torch, the largest part of each by far, is by hard links that of $(VENV), which
-# has it by the same pin.
+# has it by the same pin, and so is pip, which is compiled there.
 PEERS := .venv-peers
 TITAN := .venv-titan
 BESIDE := .venv-beside
@@ -97,27 +98,28 @@ test-peers: $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
 	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py
 
 define environment_with_torch
-test -x $(1)/bin/python || { $(PYTHON) -m venv $(1) && cd $(VENV)/lib/python3*/site-packages && \
+test -x $(1)/bin/python || { $(PYTHON) -m venv --without-pip $(1) && cd $(VENV)/lib/python3*/site-packages && \
 	cp -al torch torch-*.dist-info torchgen functorch $(CURDIR)/$(1)/lib/python3*/site-packages; }
-$(1)/bin/pip $(PIP_INSTALL) torch
 endef
+
+pip_of = $(BIN)/pip --python $(1)/bin/python
 
 $(PEERS)/.installed: $(RUNS) constraints-dev.txt
 	$(call environment_with_torch,$(PEERS))
-	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip $(PIP_INSTALL) $(PINNED) -e ".[peers]"
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(call pip_of,$(PEERS)) $(PIP_INSTALL) $(PINNED) -e ".[peers]"
 	@touch $@
 
 $(TITAN)/.installed: $(RUNS) constraints-dev.txt
 	$(call environment_with_torch,$(TITAN))
 	grep -v -E '^(datasets|fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
-	$(TITAN)/bin/pip $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
+	$(call pip_of,$(TITAN)) $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
 	@touch $@
 
 # What people who fine-tune install beside Holdfast, in the versions that pip chooses for them under constraints.txt alone.
 $(BESIDE)/.installed: $(RUNS)
 	$(call environment_with_torch,$(BESIDE))
-	$(BESIDE)/bin/pip $(PIP_INSTALL) -e ".[models]" trl datasets peft
-	$(BESIDE)/bin/pip check
+	$(call pip_of,$(BESIDE)) $(PIP_INSTALL) -e ".[models]" trl datasets peft
+	$(call pip_of,$(BESIDE)) check
 	$(BESIDE)/bin/python -c "import datasets, holdfast, peft, transformers; from trl import SFTTrainer; holdfast.Checkpointer"
 	@touch $@
 

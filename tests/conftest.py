@@ -82,12 +82,12 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Begin with the tests that have a time of their own, which are the longest, and leave others to ``make campaign``.
+    """Lay files that wait among those that compute, and leave tests to ``make campaign``.
 
     Of a test marked ``campaign(keep=n)`` all but ``n`` cases are left; of one marked ``campaign(cover=True)`` as many
     stay as have each value of each parameter once, with ``cover=2`` each pair of them.
     """
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    items[:] = among_others(items, lambda item: item.get_closest_marker("timeout") is not None)
     if CAMPAIGN:
         return
     left, cases = set(), {}
@@ -106,6 +106,23 @@ def pytest_collection_modifyitems(config, items):
         left |= {*each} - {each[place] for place in kept}
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
+
+
+def among_others(items, waits):
+    """The files of tests that have a time of their own, evenly among the other files up to the last tenth.
+
+    Those wait for other processes more than they compute. Side by side on all workers they leave cores idle; the
+    longest are among them, and none of them should be what the others wait for at the end.
+    """
+    files = []
+    for is_waiting, part in ((True, 0.9), (False, 1.0)):
+        of_kind = [item for item in items if waits(item) is is_waiting]
+        for number, item in enumerate(of_kind):
+            if not files or files[-1][1] != (is_waiting, item.path):
+                files.append((part * number / len(of_kind), (is_waiting, item.path), []))
+            files[-1][2].append(item)
+    files.sort(key=lambda file: file[0])
+    return [item for *_, of_file in files for item in of_file]
 
 
 class Survivors:

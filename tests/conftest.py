@@ -3,13 +3,17 @@ shared, and some sums come out in another order."""
 
 import gc
 import os
+import py_compile
+import sys
 import threading
 from contextlib import suppress
+from importlib.util import cache_from_source
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from _pytest.assertion import rewrite
 
 from buckets import emptied, served
 from combined import CAMPAIGN, covering, spread
@@ -72,6 +76,33 @@ def s3():
 def bucket(s3, monkeypatch):
     """A place in an empty bucket, which the environment says how to reach."""
     return emptied(s3, monkeypatch)
+
+
+def pytest_configure(config):
+    """Compile in a fresh clone each file once for all workers, which would do it at the same time: each begins
+    elsewhere."""
+    if not hasattr(config, "workerinput") or sys.dont_write_bytecode:
+        return
+    tests = Path(__file__).parent
+    files = [*sorted(tests.rglob("*.py")), *sorted((tests.parent / "src").rglob("*.py"))]
+    number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+    first = number * len(files) // count
+    for path in files[first:] + files[:first]:
+        with suppress(SyntaxError):  # which the import tells
+            compile_once(path, config)
+
+
+def compile_once(path, config):
+    """As the import of ``path`` would, unless it is compiled."""
+    if not path.name.startswith("test_"):
+        if not os.path.exists(cache_from_source(path)):
+            py_compile.compile(path, doraise=True)
+        return
+    cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+    if not cached.exists():
+        cached.parent.mkdir(exist_ok=True)
+        about, code = rewrite._rewrite_test(path, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, about, cached)
 
 
 def pytest_ignore_collect(collection_path, config):

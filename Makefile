@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Images of containers set it. Without compiled files on disk each Python compiles torch anew: 13 s instead of 4 until it is imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train test test-all test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
+.PHONY: install train test test-all test-pool test-played test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
 
 install: $(STAMP)
 
@@ -48,19 +48,23 @@ DISTRIBUTION := --dist worksteal
 test: install lint types
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
 
-# All tests that CI runs but those beside other libraries, from one pool: they are collected once, and no core waits for the
-# last test of a kind. Neighbouring tests go to one worker here too. Ranks and kills wait about half of their time, so that
-# two cores have work for four workers.
-test-all: install lint types test-wheel
+# All tests that CI runs but those beside other libraries and on a played device, from one pool: they are collected once, and
+# no core waits for the last test of a kind. Neighbouring tests go to one worker here too. Ranks and kills wait about half of
+# their time, so that two cores have work for four workers.
+test-pool: install lint types test-wheel
 	$(BIN)/pytest -n 4 $(DISTRIBUTION) -m "not peers"
+
+test-all: test-pool test-played
+
+# What trains on a device that is played in Python: by itself, as pyproject.toml says.
+test-played: install
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not gpu" tests/played tests/gpu
 
 # Everything that `make test` leaves, tier by tier.
 test-slow: test-rest test-dist test-crash test-matrix test-peers
 
-test-rest: install test-wheel
+test-rest: install test-wheel test-played
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "slow and not crash and not peers and not matrix" --ignore=tests/dist
-	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not gpu" tests/played tests/gpu
 
 # The wheel, as a user gets it: built, put into a folder of its own, and run from there.
 WHEEL := dist/wheel

@@ -111,16 +111,19 @@ def pytest_ignore_collect(collection_path, config):
     return True if of_slow and "mark.slow" not in collection_path.read_text() else None
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Lay files that wait among those that compute, and leave tests to ``make campaign``.
+    """Leave tests to ``make campaign``, and lay files that wait among those that compute."""
+    if not CAMPAIGN:
+        leave_to_campaign(config, items)
+    yield  # in which others say what time their tests have
+    items[:] = among_others(items, lambda item: item.get_closest_marker("timeout") is not None)
 
-    Of a test marked ``campaign(keep=n)`` all but ``n`` cases are left; of one marked ``campaign(cover=True)`` as many
+
+def leave_to_campaign(config, items):
+    """Of a test marked ``campaign(keep=n)`` leave all but ``n`` cases; of one marked ``campaign(cover=True)`` as many
     stay as have each value of each parameter once, with ``cover=2`` each pair of them.
     """
-    items[:] = among_others(items, lambda item: item.get_closest_marker("timeout") is not None)
-    if CAMPAIGN:
-        return
     left, cases = set(), {}
     for item in items:
         for marker in item.iter_markers("campaign"):

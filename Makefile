@@ -93,35 +93,34 @@ campaign: install
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
 # DeepSpeed compiles, which takes minutes. torch, the largest part of each by far, is by hard links that of $(VENV), which
-# has it by the same pin, and so is pip, which is compiled there.
+# has it by the same pin. The pip of $(VENV) installs, which is compiled by then.
 PEERS := .venv-peers
 TITAN := .venv-titan
 BESIDE := .venv-beside
-test-peers: $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
+ENVIRONMENTS := $(PEERS)/bin/python $(TITAN)/bin/python $(BESIDE)/bin/python
+test-peers: $(ENVIRONMENTS) $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
 	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest tests/peers
 	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py
 
-define environment_with_torch
-test -x $(1)/bin/python || { $(PYTHON) -m venv --without-pip $(1) && cd $(VENV)/lib/python3*/site-packages && \
-	cp -al torch torch-*.dist-info torchgen functorch $(CURDIR)/$(1)/lib/python3*/site-packages; }
-endef
+# All before anything is installed there, while nobody compiles what is linked.
+$(ENVIRONMENTS): | $(RUNS)
+	$(PYTHON) -m venv $(@:/bin/python=)
+	cd $(VENV)/lib/python3*/site-packages && \
+		cp -al torch torch-*.dist-info torchgen functorch $(CURDIR)/$(@:/bin/python=)/lib/python3*/site-packages
 
 pip_of = $(BIN)/pip --python $(1)/bin/python
 
-$(PEERS)/.installed: $(RUNS) constraints-dev.txt
-	$(call environment_with_torch,$(PEERS))
+$(PEERS)/.installed: $(RUNS) constraints-dev.txt | $(PEERS)/bin/python
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(call pip_of,$(PEERS)) $(PIP_INSTALL) $(PINNED) -e ".[peers]"
 	@touch $@
 
-$(TITAN)/.installed: $(RUNS) constraints-dev.txt
-	$(call environment_with_torch,$(TITAN))
+$(TITAN)/.installed: $(RUNS) constraints-dev.txt | $(TITAN)/bin/python
 	grep -v -E '^(datasets|fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
 	$(call pip_of,$(TITAN)) $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
 	@touch $@
 
 # What people who fine-tune install beside Holdfast, in the versions that pip chooses for them under constraints.txt alone.
-$(BESIDE)/.installed: $(RUNS)
-	$(call environment_with_torch,$(BESIDE))
+$(BESIDE)/.installed: $(RUNS) | $(BESIDE)/bin/python
 	$(call pip_of,$(BESIDE)) $(PIP_INSTALL) -e ".[models]" trl datasets peft
 	$(call pip_of,$(BESIDE)) check
 	$(BESIDE)/bin/python -c "import datasets, holdfast, peft, transformers; from trl import SFTTrainer; holdfast.Checkpointer"

@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Images of containers set it. Without compiled files on disk each Python compiles torch anew: 13 s instead of 4 until it is imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train test test-all test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
+.PHONY: install train test test-all test-pool test-played test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
 
 install: $(STAMP)
 
@@ -48,18 +48,23 @@ DISTRIBUTION := --dist worksteal
 test: install lint types
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
 
-# All tests that CI runs but those beside other libraries, from one pool: they are collected once, and no core waits for the
-# last test of a kind. Neighbouring tests go to one worker here too.
-test-all: install lint types test-wheel
-	$(BIN)/pytest -n 3 $(DISTRIBUTION) -m "not peers"
+# All tests that CI runs but those beside other libraries and on a played device, from one pool: they are collected once, and
+# no core waits for the last test of a kind. Neighbouring tests go to one worker here too. Ranks and kills wait about half of
+# their time, so that two cores have work for four workers.
+test-pool: install lint types test-wheel
+	$(BIN)/pytest -n 4 $(DISTRIBUTION) -m "not peers"
+
+test-all: test-pool test-played
+
+# What trains on a device that is played in Python: by itself, as pyproject.toml says.
+test-played: install
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not gpu" tests/played tests/gpu
 
 # Everything that `make test` leaves, tier by tier.
 test-slow: test-rest test-dist test-crash test-matrix test-peers
 
-test-rest: install test-wheel
+test-rest: install test-wheel test-played
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "slow and not crash and not peers and not matrix" --ignore=tests/dist
-	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not gpu" tests/played tests/gpu
 
 # The wheel, as a user gets it: built, put into a folder of its own, and run from there.
 WHEEL := dist/wheel
@@ -88,36 +93,36 @@ campaign: install
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
 # DeepSpeed compiles, which takes minutes. torch, the largest part of each by far, is by hard links that of $(VENV), which
-# has it by the same pin.
+# has it by the same pin. The pip of $(VENV) installs, which is compiled by then.
 PEERS := .venv-peers
 TITAN := .venv-titan
 BESIDE := .venv-beside
-test-peers: $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
+ENVIRONMENTS := $(PEERS)/bin/python $(TITAN)/bin/python $(BESIDE)/bin/python
+test-peers: $(ENVIRONMENTS) $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
 	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest tests/peers
 	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py
 
-define environment_with_torch
-test -x $(1)/bin/python || { $(PYTHON) -m venv $(1) && cd $(VENV)/lib/python3*/site-packages && \
-	cp -al torch torch-*.dist-info torchgen functorch $(CURDIR)/$(1)/lib/python3*/site-packages; }
-$(1)/bin/pip $(PIP_INSTALL) torch
-endef
+# All before anything is installed there, while nobody compiles what is linked.
+$(ENVIRONMENTS): | $(RUNS)
+	$(PYTHON) -m venv $(@:/bin/python=)
+	cd $(VENV)/lib/python3*/site-packages && \
+		cp -al torch torch-*.dist-info torchgen functorch $(CURDIR)/$(@:/bin/python=)/lib/python3*/site-packages
 
-$(PEERS)/.installed: $(RUNS) constraints-dev.txt
-	$(call environment_with_torch,$(PEERS))
-	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip $(PIP_INSTALL) $(PINNED) -e ".[peers]"
+pip_of = $(BIN)/pip --python $(1)/bin/python
+
+$(PEERS)/.installed: $(RUNS) constraints-dev.txt | $(PEERS)/bin/python
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(call pip_of,$(PEERS)) $(PIP_INSTALL) $(PINNED) -e ".[peers]"
 	@touch $@
 
-$(TITAN)/.installed: $(RUNS) constraints-dev.txt
-	$(call environment_with_torch,$(TITAN))
+$(TITAN)/.installed: $(RUNS) constraints-dev.txt | $(TITAN)/bin/python
 	grep -v -E '^(datasets|fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
-	$(TITAN)/bin/pip $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
+	$(call pip_of,$(TITAN)) $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
 	@touch $@
 
 # What people who fine-tune install beside Holdfast, in the versions that pip chooses for them under constraints.txt alone.
-$(BESIDE)/.installed: $(RUNS)
-	$(call environment_with_torch,$(BESIDE))
-	$(BESIDE)/bin/pip $(PIP_INSTALL) -e ".[models]" trl datasets peft
-	$(BESIDE)/bin/pip check
+$(BESIDE)/.installed: $(RUNS) | $(BESIDE)/bin/python
+	$(call pip_of,$(BESIDE)) $(PIP_INSTALL) -e ".[models]" trl datasets peft
+	$(call pip_of,$(BESIDE)) check
 	$(BESIDE)/bin/python -c "import datasets, holdfast, peft, transformers; from trl import SFTTrainer; holdfast.Checkpointer"
 	@touch $@
 

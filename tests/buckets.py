@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -15,6 +16,11 @@ def served() -> Iterator[str]:
     """The address of a server that speaks S3, while it runs."""
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
     server = pytest.importorskip("moto.server", reason="the dev tools are not installed")
+    dispatcher = (
+        server.DomainDispatcherApplication
+    )  # it looks through the folders of all services at each request
+    if not hasattr(dispatcher.get_backend_for_host, "cache_info"):
+        dispatcher.get_backend_for_host = cache(dispatcher.get_backend_for_host)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()

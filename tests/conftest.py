@@ -3,13 +3,17 @@ shared, and some sums come out in another order."""
 
 import gc
 import os
+import py_compile
+import sys
 import threading
 from contextlib import suppress
+from importlib.util import cache_from_source
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from _pytest.assertion import rewrite
 
 from buckets import emptied, served
 from combined import CAMPAIGN, covering, spread
@@ -74,22 +78,52 @@ def bucket(s3, monkeypatch):
     return emptied(s3, monkeypatch)
 
 
+def pytest_configure(config):
+    """Compile in a fresh clone each file once for all workers, which would do it at the same time: each begins
+    elsewhere."""
+    if not hasattr(config, "workerinput") or sys.dont_write_bytecode:
+        return
+    tests = Path(__file__).parent
+    files = [*sorted(tests.rglob("*.py")), *sorted((tests.parent / "src").rglob("*.py"))]
+    number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+    first = number * len(files) // count
+    for path in files[first:] + files[:first]:
+        with suppress(SyntaxError):  # which the import tells
+            compile_once(path, config)
+
+
+def compile_once(path, config):
+    """As the import of ``path`` would, unless it is compiled."""
+    if not path.name.startswith("test_"):
+        if not os.path.exists(cache_from_source(path)):
+            py_compile.compile(path, doraise=True)
+        return
+    cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+    if not cached.exists():
+        cached.parent.mkdir(exist_ok=True)
+        about, code = rewrite._rewrite_test(path, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, about, cached)
+
+
 def pytest_ignore_collect(collection_path, config):
     """Leave unread a file without a slow test where only those are asked for: importing takes as long as many tests."""
     of_slow = config.option.markexpr.startswith("slow") and collection_path.name.startswith("test_")
     return True if of_slow and "mark.slow" not in collection_path.read_text() else None
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Begin with the tests that have a time of their own, which are the longest, and leave others to ``make campaign``.
+    """Leave tests to ``make campaign``, and lay files that wait among those that compute."""
+    if not CAMPAIGN:
+        leave_to_campaign(config, items)
+    yield  # in which others say what time their tests have
+    items[:] = among_others(items, lambda item: item.get_closest_marker("timeout") is not None)
 
-    Of a test marked ``campaign(keep=n)`` all but ``n`` cases are left; of one marked ``campaign(cover=True)`` as many
+
+def leave_to_campaign(config, items):
+    """Of a test marked ``campaign(keep=n)`` leave all but ``n`` cases; of one marked ``campaign(cover=True)`` as many
     stay as have each value of each parameter once, with ``cover=2`` each pair of them.
     """
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
-    if CAMPAIGN:
-        return
     left, cases = set(), {}
     for item in items:
         for marker in item.iter_markers("campaign"):
@@ -106,6 +140,23 @@ def pytest_collection_modifyitems(config, items):
         left |= {*each} - {each[place] for place in kept}
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
+
+
+def among_others(items, waits):
+    """The files of tests that have a time of their own, evenly among the other files up to the last tenth.
+
+    Those wait for other processes more than they compute. Side by side on all workers they leave cores idle; the
+    longest are among them, and none of them should be what the others wait for at the end.
+    """
+    files = []
+    for is_waiting, part in ((True, 0.9), (False, 1.0)):
+        of_kind = [item for item in items if waits(item) is is_waiting]
+        for number, item in enumerate(of_kind):
+            if not files or files[-1][1] != (is_waiting, item.path):
+                files.append((part * number / len(of_kind), (is_waiting, item.path), []))
+            files[-1][2].append(item)
+    files.sort(key=lambda file: file[0])
+    return [item for *_, of_file in files for item in of_file]
 
 
 class Survivors:

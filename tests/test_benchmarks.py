@@ -25,7 +25,7 @@ SCRIPTS = sorted(
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_runs_in_its_small_form(script, tmp_path):

@@ -4,18 +4,29 @@ import ast
 import inspect
 import json
 import tomllib
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import holdfast as library
+from holdfast.cli.plan import placing
 from holdfast.profiles import load_machine, load_model, to_toml
 from holdfast.schedule.planner.plan_search import Case, best_at, search
 from holdfast.schedule.planner.training_setting import Method
 from support.tiny_keys import words
 
 GPT = ["--model", "gpt-65b", "--machine", "a100-80g"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def played():
+    """What was simulated for one command is known to the next, as for the text of a plan after its document."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fit", "play"):
+            patch.setattr(placing, name, cache(getattr(placing, name)))
+        yield
 
 
 @pytest.fixture(scope="module")

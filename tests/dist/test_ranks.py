@@ -37,7 +37,7 @@ KINDS = [
 OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("kinds, optimizer", one_in(4, KINDS, OPTIMIZERS))
 def test_a_run_goes_on_with_other_ranks_under_another_parallelism(world, tmp_path, kinds, optimizer):
     """With records after the base, and from there once more."""

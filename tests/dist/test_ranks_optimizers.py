@@ -17,7 +17,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("optimizer, kind, ranks", CASES)
 def test_a_run_goes_on_as_if_it_had_not_been_closed_or_killed(world, tmp_path, optimizer, kind, ranks):
     common = {"kind": kind, "optimizer": optimizer, "clip": False, "pause": 0.02}

@@ -382,6 +382,17 @@ def test_settings_that_cannot_work_are_refused(tmp_path, options, text):
     assert not (tmp_path / "_holdfast").exists()
 
 
+def test_clipping_of_what_is_not_trained_is_refused(tmp_path):
+    """In memory its gradient is part of the norm."""
+    trainer = make(offloaded(Trainer), tmp_path)
+    trainer.optimizer = torch.optim.AdamW([*trainer.model.parameters()][1:], lr=0.01)
+    with pytest.raises(BadInput, match="requires a gradient and is not in the optimizer"):
+        trainer.train()
+    assert not (tmp_path / "_holdfast").exists()
+    trainer.args.max_grad_norm = 0.0
+    assert trainer.train().global_step == 8
+
+
 class OwnLoop(Trainer):
     def _inner_training_loop(self, *args, **kwargs):
         raise NotImplementedError

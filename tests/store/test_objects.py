@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from itertools import count
 
 import pytest
 
@@ -16,7 +17,7 @@ from holdfast.store import copying, object_store
 from holdfast.store.commit.retention import Keep
 from holdfast.store.format.manifest import ALONE, object_path
 from holdfast.store.log.chain import last_step, verify_records
-from holdfast.store.log.segments import SegmentRef, read_segment, segments
+from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.object_store import NamedCommit, ObjectDisk, Url
 from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
@@ -34,10 +35,19 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_log_object_that_another_push_removes_while_it_is_read_counts_as_gone(bucket, monkeypatch):
-    """After its size was asked for."""
-    monkeypatch.setattr(ObjectDisk, "size", lambda *_: 8192)
-    assert read_segment(ObjectDisk(bucket), SegmentRef(1, 7, "rank-00000")) == ([], None)
+def test_log_object_that_another_push_removes_while_it_is_read_counts_as_gone(run, bucket, monkeypatch):
+    Pusher(run, bucket).push()
+    [ref, *_] = segments(ObjectDisk(bucket), ALONE)
+    read, calls = ObjectDisk.read_range, count()
+
+    def removed(self, path, *rest):
+        if next(calls) > 1:
+            raise FileNotFoundError(path)
+        return read(self, path, *rest)
+
+    monkeypatch.setattr(object_store, "AHEAD", 1)
+    monkeypatch.setattr(ObjectDisk, "read_range", removed)
+    assert read_segment(ObjectDisk(bucket), ref) == ([], None)
 
 
 def assert_whole(url):

@@ -11,7 +11,16 @@ import pytest
 from checkpoint.loops import cut_small, make, same
 from dist.world import World
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMissing, NoCommit, RunMismatch
+from holdfast.errors import (
+    BadInput,
+    ChunkCorrupt,
+    CommitRetired,
+    Damaged,
+    DiskFailed,
+    FileMissing,
+    NoCommit,
+    RunMismatch,
+)
 from holdfast.opening import source_of
 from holdfast.store import copying, object_store
 from holdfast.store.commit.retention import Keep
@@ -48,6 +57,20 @@ def test_log_object_that_another_push_removes_while_it_is_read_counts_as_gone(ru
     monkeypatch.setattr(object_store, "AHEAD", 1)
     monkeypatch.setattr(ObjectDisk, "read_range", removed)
     assert read_segment(ObjectDisk(bucket), ref) == ([], None)
+
+
+def test_commit_that_another_push_removes_while_it_is_verified_is_retired(run, bucket, monkeypatch):
+    Pusher(run, bucket).push()
+    reader = RunReader(bucket)
+    manifest = reader.head()
+
+    def removed(self, path, *_):
+        self.unlink(manifest.path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(ObjectDisk, "read_range", removed)
+    with pytest.raises(CommitRetired):
+        reader.verify(manifest)
 
 
 def assert_whole(url):

@@ -73,6 +73,26 @@ def test_commit_that_another_push_removes_while_it_is_verified_is_retired(run, b
         reader.verify(manifest)
 
 
+def test_base_that_another_push_removes_while_training_begins_from_it_is_retired(
+    run, bucket, monkeypatch, tmp_path
+):
+    """After its manifest was looked at."""
+    Pusher(run, bucket).push()
+    path, read = RunReader(bucket).head().path, ObjectDisk.read_range
+    monkeypatch.setattr("holdfast.sources.require_intact_snapshot", lambda *_: None)
+
+    def removed(self, name, *rest):
+        if not name.startswith("data/"):
+            return read(self, name, *rest)
+        self.unlink(path)
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(ObjectDisk, "read_range", removed)
+    _, checkpointer = start(tmp_path / "other", "batchnorm")
+    with checkpointer, pytest.raises(CommitRetired):
+        checkpointer.resume(source=str(bucket))
+
+
 def assert_whole(url):
     """Every commit of the bucket verifies; the step that the newest leads to, None if there is none."""
     reader = RunReader(url)

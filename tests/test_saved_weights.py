@@ -15,6 +15,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.cli.convert import ConvertOptions, convert
 from holdfast.cli.inspect import ls, show, verify
 from holdfast.errors import BadInput, NoCommit
+from holdfast.opening import is_weights_alone
 from holdfast.sources import From
 from holdfast.store.commit.retention import Keep, used_bytes
 from holdfast.store.disk import Disk
@@ -79,6 +80,19 @@ def test_copy_is_no_step_to_resume_and_a_training_may_begin_from_it(tmp_path):
                 assert checkpointer.resume(source=source) == 0
             assert any("no optimizer state" in str(each.message) for each in told)
             assert same(loop.model.state_dict(), states[2]["model"])
+
+
+def test_a_step_of_an_abandoned_timeline_with_its_records_is_no_weights_alone(tmp_path):
+    """Its base is on the present line too, which does not lead as far."""
+    states, _ = reference(5)
+    keep = Keep(9, weights=2)
+    trained(tmp_path / "run", 5, keep=keep)
+    trained(tmp_path / "run", 3, keep=keep, resume=1)
+    assert copy_of(tmp_path / "run", 4).exists() and not is_weights_alone(tmp_path / "run", 4, 1)
+    loop, checkpointer = start(tmp_path / "other")
+    with checkpointer:
+        assert checkpointer.resume(source=f"{tmp_path}/run@4.t1") == 4
+    assert same(loop.state(), states[4])
 
 
 def test_frozen_parameters_are_left_out(tmp_path):

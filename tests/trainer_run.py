@@ -55,7 +55,11 @@ class Losses(list):
 
 
 class Told(Trainer):
-    """Notes the loss of every micro-batch that it trains on."""
+    """Notes the loss of every micro-batch that it trains on, and in its log the mode of the model, as TRL asks it."""
+
+    def log(self, logs: dict[str, Any], *rest: Any, **options: Any) -> None:
+        mode = {"training": self.model.training} if "loss" in logs else {}
+        super().log({**logs, **mode}, *rest, **options)
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, *args, **kwargs)

@@ -73,7 +73,7 @@ def is_weights_alone(run: Path | Url, step: int | None, timeline: int | None) ->
     if _weights_of(reader, step, timeline) is None:
         return False
     base = next((ref for ref in reader.line(timeline) if ref.step <= step), None)
-    return base is None or last_step(reader, reader.load(base)) < step
+    return base is None or last_step(reader, reader.load(base), timeline) < step
 
 
 def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:

@@ -297,6 +297,48 @@ def test_adapter_alone_is_written_of_a_run_and_of_its_weights(tmp_path, holdfast
     assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
+def test_adapter_brings_the_embeddings_that_were_resized(tmp_path, holdfast):
+    """As PEFT saves them: the base that it is loaded on has not their new rows."""
+    peft = pytest.importorskip("peft")
+    folder = tiny_folders.write_folder(tmp_path / "folder", dtype=torch.float32)
+
+    def base():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model.resize_token_embeddings(330)
+        return model
+
+    model = peft.get_peft_model(base(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match="has been resized"):
+        model.save_pretrained(tmp_path / "adapter")
+    run = of_transformers(model, tmp_path / "run")
+    result = holdfast("convert", run, tmp_path / "out", "--to", "peft", "--model", tmp_path / "adapter")
+    assert result.code == 0, result.err
+    loaded, tokens = peft.PeftModel.from_pretrained(base(), tmp_path / "out"), torch.arange(320, 330)[None]
+    assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_adapter_lacks_the_layers_that_were_excluded(tmp_path, holdfast):
+    _, _, run = with_adapter(tmp_path, exclude_modules=["v_proj"])
+    result = holdfast("convert", run, tmp_path / "out", "--to", "peft", "--model", tmp_path / "adapter")
+    assert result.code == 0, result.err
+
+
+def test_packed_weights_without_their_scales_are_not_merged(tmp_path, holdfast):
+    """Of a script's own int8 base, whose scales a Checkpointer does not see."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    folder = tiny_folders.write_folder(tmp_path / "folder", dtype=torch.bfloat16)
+    packed = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    run = of_transformers(model, tmp_path / "run")
+    more = ["--to", "huggingface", "--merge", "--model", tmp_path / "adapter"]
+    result = holdfast("convert", run, tmp_path / "out", *more)
+    assert result.code == 2 and "is packed (I8), and the run has not its scales" in result.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_adapter_is_not_written_as_a_model(tmp_path, holdfast):
     folder, _, run = with_adapter(tmp_path)
     for model in ([], ["--model", folder]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from dist.unread import lose
 from dist.world import ended
 from holdfast.checkpoint.recovery.lineage import Lineage
+from holdfast.cli.inspect import ls, show
 from holdfast.errors import Unreadable
 from holdfast.store.disk import Disk
 from holdfast.store.log.segments import segments
@@ -70,3 +72,14 @@ def test_what_follows_the_end_of_another_stream_needs_not_be_read(run, read_anew
     lose(run / segments(Disk(run), "rank-00000")[2].path)
     line = line_of(run)
     assert (line.step, line.damage and line.damage.path) == (6, "journal/rank-00001")
+
+
+@pytest.mark.parametrize("harm", [lose, os.unlink], ids=["unreadable", "missing"])
+def test_commands_name_the_step_that_every_stream_reaches(run, read_anew, capsys, harm):
+    """The first stream cannot be read after step 13, the second not after step 6."""
+    lose(run / segments(Disk(run), "rank-00000")[2].path)
+    harm(run / segments(Disk(run), "rank-00001")[1].path)
+    show(str(run), as_json=True)
+    assert json.loads(capsys.readouterr().out)["step"] == 6
+    ls(run, as_json=True)
+    assert [entry["records_to"] for entry in json.loads(capsys.readouterr().out)] == [6]

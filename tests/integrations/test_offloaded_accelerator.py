@@ -544,6 +544,16 @@ def test_clipping_that_differs_is_refused_before_the_first_step(tmp_path, option
     assert (tmp_path / "run" / "commits").is_dir() and len([*(tmp_path / "run" / "commits").iterdir()]) == 1
 
 
+def test_clipping_of_what_is_not_trained_is_refused(tmp_path):
+    """In memory its gradient is part of the norm."""
+    accelerator, net = out_of_core(tmp_path)(cpu=True), model()
+    optimizer = torch.optim.AdamW([*net.parameters()][1:], lr=0.01)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Texts(), batch_size=2))
+    accelerator.backward(net(**next(iter(loader))).loss)
+    with pytest.raises(BadInput, match="requires a gradient and is not in the optimizer"):
+        accelerator.clip_grad_norm_(net.parameters(), NORM)
+
+
 def prepared(root, **options):
     accelerator = out_of_core(root, clipping=None)(cpu=True, **options)
     net = model()

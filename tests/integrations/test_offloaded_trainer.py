@@ -16,7 +16,13 @@ from torch.utils.data import IterableDataset
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
 
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
 
 import holdfast  # noqa: E402
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
@@ -24,7 +30,7 @@ from holdfast.integrations.out_of_core import script_model  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, offloaded  # noqa: E402
 from holdfast.quantities import round_up  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
-from offloaded_script import SIZES, Texts, everything, logged, make, model  # noqa: E402
+from offloaded_script import SIZES, Texts, arguments, everything, logged, make, model  # noqa: E402
 from survive_run import digest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use_cache was switched off")
@@ -159,6 +165,27 @@ def test_evaluation_and_prediction_are_those_of_the_class(tmp_path):
         torch.tensor(predicted[1].predictions), torch.tensor(predicted[0].predictions), rtol=1e-4, atol=1e-5
     )
     assert trainer.engine is not None
+
+
+@pytest.mark.slow
+def test_texts_of_an_evaluation_are_those_of_the_class(tmp_path):
+    def total(predicted):
+        return {"sum": float(predicted.predictions.sum())}
+
+    logs = []
+    for kind in (Seq2SeqTrainer, offloaded(Seq2SeqTrainer)):
+        arguments_of = Seq2SeqTrainingArguments(
+            **arguments(tmp_path / kind.__name__, **EVALUATED, max_steps=3), predict_with_generate=True,
+            generation_max_length=13,
+        )  # fmt: skip
+        trainer = kind(
+            model=model(), args=arguments_of, train_dataset=Texts(), eval_dataset=Texts(7, 100),
+            compute_metrics=total,
+        )  # fmt: skip
+        trainer.train()
+        logs.append(logged(trainer))
+    same(logs[1], logs[0])
+    assert any("eval_sum" in entry for entry in logs[1])
 
 
 def full(*_):
@@ -380,6 +407,17 @@ def test_settings_that_cannot_work_are_refused(tmp_path, options, text):
     with pytest.raises(BadInput, match=text):
         make(offloaded(Trainer), tmp_path, **options)
     assert not (tmp_path / "_holdfast").exists()
+
+
+def test_clipping_of_what_is_not_trained_is_refused(tmp_path):
+    """In memory its gradient is part of the norm."""
+    trainer = make(offloaded(Trainer), tmp_path)
+    trainer.optimizer = torch.optim.AdamW([*trainer.model.parameters()][1:], lr=0.01)
+    with pytest.raises(BadInput, match="requires a gradient and is not in the optimizer"):
+        trainer.train()
+    assert not (tmp_path / "_holdfast").exists()
+    trainer.args.max_grad_norm = 0.0
+    assert trainer.train().global_step == 8
 
 
 class OwnLoop(Trainer):

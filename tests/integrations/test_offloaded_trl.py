@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("folder") / "llama", dtype=torch.float32)
 
 
-def sft(kind, folder, output, *, adapters=False, callbacks=(), **options):
+def sft(kind, folder, output, *, adapters=False, callbacks=(), compute_metrics=None, **options):
     import datasets
     import trl
 
@@ -79,6 +79,7 @@ def sft(kind, folder, output, *, adapters=False, callbacks=(), **options):
         processing_class=AutoTokenizer.from_pretrained(folder),
         peft_config=lora() if adapters else None,
         callbacks=list(callbacks),
+        compute_metrics=compute_metrics,
     )
 
 
@@ -262,6 +263,27 @@ def test_tools_are_refused_in_several_processes(tmp_path, folder):
     trainer.args = SimpleNamespace(**vars(trainer.args), world_size=2)
     with pytest.raises(BadInput, match="with tools each process generates"):
         refuse_generation(trainer)
+
+
+def test_metrics_of_logits_are_those_of_the_script_in_memory(tmp_path, folder):
+    """TRL calls the model again for them, and for each loss."""
+
+    def count(predicted):
+        return {"chosen": float(predicted.predictions.argmax(-1).sum()), "size": predicted.predictions.size}
+
+    logs = []
+    for kind in (itself, offloaded):
+        trainer = sft(kind, folder, tmp_path / kind.__name__, compute_metrics=count, max_steps=2)
+        trainer.train()
+        logs.append(logged(trainer))
+    same(logs[1], logs[0])
+    assert any("eval_chosen" in entry for entry in logs[1])
+
+
+def test_a_loss_of_sft_that_calls_the_model_twice_is_refused(tmp_path, folder):
+    with pytest.warns(FutureWarning), pytest.raises(BadInput, match="label_smoothing_factor calls the model"):
+        sft(offloaded, folder, tmp_path / "out", label_smoothing_factor=0.1)
+    assert not (tmp_path / "out" / "_holdfast").exists()
 
 
 def test_a_loss_of_kto_that_calls_the_model_twice_is_refused(tmp_path, folder):

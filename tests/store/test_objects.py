@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import shutil
 import socket
+from itertools import count
 
 import pytest
 
 from checkpoint.loops import cut_small, make, same
 from dist.world import World
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMissing, NoCommit, RunMismatch
+from holdfast.errors import (
+    BadInput,
+    ChunkCorrupt,
+    CommitRetired,
+    Damaged,
+    DiskFailed,
+    FileMissing,
+    NoCommit,
+    RunMismatch,
+)
 from holdfast.opening import source_of
 from holdfast.store import copying, object_store
 from holdfast.store.commit.retention import Keep
@@ -32,6 +42,55 @@ def run(tmp_path):
         checkpointer.resume()
         go_on(loop, checkpointer, 7)
     return tmp_path / "run"
+
+
+def test_log_object_that_another_push_removes_while_it_is_read_counts_as_gone(run, bucket, monkeypatch):
+    Pusher(run, bucket).push()
+    [ref, *_] = segments(ObjectDisk(bucket), ALONE)
+    read, calls = ObjectDisk.read_range, count()
+
+    def removed(self, path, *rest):
+        if next(calls) > 1:
+            raise FileNotFoundError(path)
+        return read(self, path, *rest)
+
+    monkeypatch.setattr(object_store, "AHEAD", 1)
+    monkeypatch.setattr(ObjectDisk, "read_range", removed)
+    assert read_segment(ObjectDisk(bucket), ref) == ([], None)
+
+
+def test_commit_that_another_push_removes_while_it_is_verified_is_retired(run, bucket, monkeypatch):
+    Pusher(run, bucket).push()
+    reader = RunReader(bucket)
+    manifest = reader.head()
+
+    def removed(self, path, *_):
+        self.unlink(manifest.path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(ObjectDisk, "read_range", removed)
+    with pytest.raises(CommitRetired):
+        reader.verify(manifest)
+
+
+def test_base_that_another_push_removes_while_training_begins_from_it_is_retired(
+    run, bucket, monkeypatch, tmp_path
+):
+    """After its manifest was looked at."""
+    Pusher(run, bucket).push()
+    path, read = RunReader(bucket).head().path, ObjectDisk.read_range
+    monkeypatch.setattr("holdfast.sources.require_intact_snapshot", lambda *_: None)
+
+    def removed(self, name, *rest):
+        if not name.startswith("data/"):
+            return read(self, name, *rest)
+        self.unlink(path)
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(ObjectDisk, "read_range", removed)
+    _, checkpointer = start(tmp_path / "other", "batchnorm")
+    with checkpointer, pytest.raises(CommitRetired):
+        checkpointer.resume(source=str(bucket))
 
 
 def assert_whole(url):

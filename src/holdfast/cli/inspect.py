@@ -59,7 +59,7 @@ def ls(run: Path, *, as_json: bool) -> None:
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
             manifest = reader.load(ref)
-            entry |= summary(manifest) | {"records_to": last_step(reader, manifest)}
+            entry |= summary(manifest) | {"records_to": _readable_to(reader, manifest)}
             files[ref] = {file.path: file.bytes for file in manifest.files.values()}
         except CommitRetired:  # retired since it was listed
             continue
@@ -371,13 +371,19 @@ def _records_to(reader: RunReader, manifest: Manifest, tip: int | None = None) -
     Raises ``CommitRetired`` where a writer has removed them with the commit, meanwhile.
     """
     try:
-        return last_step(reader, manifest, tip)
-    except Unreadable as error:
-        return error.step
+        return _readable_to(reader, manifest, tip)
     except (Damaged, DiskFailed):
         if not reader.disk.exists(manifest.path):
             raise reader.retired(manifest.ref) from None
         return None
+
+
+def _readable_to(reader: RunReader, manifest: Manifest, tip: int | None = None) -> int:
+    """Return the step to which log records that can be read lead. Raises as ``last_step``, but for ``Unreadable``."""
+    try:
+        return last_step(reader, manifest, tip)
+    except Unreadable as error:
+        return error.step
 
 
 def _made(manifest: Manifest) -> str:

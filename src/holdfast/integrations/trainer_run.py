@@ -236,6 +236,7 @@ class Training:
         self._restore(found)
         self._place, self._recorded_step = place, trainer.state.global_step
         if self._ending is not None:
+            loop["model"].train()  # as it was then, which TRL's log asks
             self._end_step(
                 trainer._tr_loss, self._ending["grad_norm"], loop["model"], loop["trial"], place.epoch,
                 loop["ignore_keys_for_eval"], loop["start_time"], learning_rate=self._ending["learning_rate"],

@@ -21,9 +21,10 @@ from torch import nn
 from ..errors import BadInput, RunMismatch
 from ..formats.entry_matching import groups_of
 from ..formats.naming import as_folder, by_model
+from ..formats.readers.safetensors_files import header_of
 from ..formats.source import Source
 from .decoder import DecoderConfig
-from .keeping import ADAPTER_CONFIG
+from .keeping import ADAPTER_CONFIG, ADAPTER_FILE
 from .pretrained import empty_model
 
 _ADDED = re.compile(
@@ -152,9 +153,15 @@ def adapter_in(source: Source, folder: Path) -> Adapter:
             f"{source.path} has {'no adapter' if not adapters else 'the adapters ' + ', '.join(adapters)} of LoRA, and"
             f" one is what {folder} describes. Resume the run and write it with model.save_pretrained()."
         )
+    if shared := [name for name in source.aliases if _ADDED.fullmatch(name)]:
+        raise RunMismatch(
+            f"{shared[0]} of {source.path} shares its memory with {source.aliases[shared[0]]} (ensure_weight_tying),"
+            " and PEFT's file has both. Resume the run and write it with model.save_pretrained()."
+        )
     names = {key: _name_in_file(match) for key, match in added.items()} | _trained_biases(
         source, folder, config, added
     )
+    names |= _saved_beside(source, folder, names)
     found = Adapter(config, names)
     _refuse_other_layers(source, folder, config, added)
     _refuse_trained_beside(source, found)
@@ -206,6 +213,22 @@ def _trained_biases(
     return found
 
 
+def _saved_beside(source: Source, folder: Path, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the model's own tensors that PEFT has saved in ``folder``, by their keys.
+
+    These are embeddings of another size than the base has, or with adapters. Whoever loads the adapter needs them.
+    """
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        return {}
+    beside = {entry.key for entry in header_of(path).entries} - {*names.values()}
+    return {
+        key: each.atom.name
+        for key, each in source.atoms.items()
+        if each.atom.slot == "param" and key not in names and each.atom.name in beside
+    }
+
+
 def _trained(source: Source) -> set[str]:
     """Return the names of the parameters that the optimizers of a run update; none if it has no optimizer."""
     frozen = set(source.progress.get("replay", {}).get("frozen", ()))
@@ -226,6 +249,7 @@ def _refuse_other_layers(
     inside = {
         f"{match['module']}.{match['rest'].rpartition('.')[0]}" for match in added.values() if match["module"]
     }
+    left_out = config.get("exclude_modules") or ()
     for option, group in (("target_modules", "layer"), ("modules_to_save", "module")):
         said, there = config.get(option), {match[group] for match in added.values() if match[group]}
         if isinstance(said, str):  # a pattern of names cannot be compared
@@ -235,7 +259,7 @@ def _refuse_other_layers(
         lacking = [
             name
             for name in said or ()
-            if not any(_ends_with_one(each, [name], dot) for each in there | inside)
+            if name not in left_out and not any(_ends_with_one(each, [name], dot) for each in there | inside)
         ]
         if strange or lacking:
             raise RunMismatch(

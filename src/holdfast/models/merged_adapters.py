@@ -40,6 +40,8 @@ PREFIX = "base_model.model."
 """The beginning that PEFT gives the names of a model."""
 KEPT = 2
 """The number of merged tensors that stay in memory: a tensor is read in pieces, one after the other."""
+PACKED = ("I8", "U8", "F8_E4M3", "F8_E5M2")
+"""The dtypes of weights that are nothing without their scales."""
 _ADAPTER = re.compile(r"(?P<layer>.+)\.(?P<tensor>lora_\w+\.[^.]+(?:\.weight)?)")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
 _REPLACED = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
@@ -180,6 +182,7 @@ class Merged(DerivedSource):
         if "weight" not in described.stored:
             raise RunMismatch(f"{self.path} has scales of {name}, and not the weight itself")
         stored = described.stored["weight"]
+        _refuse_without_scales(stored, described, self.path)
         shape, dtype = stored.atom.shape, described.dtype or stored.atom.dtype
         if described.is_made:
             weight = self._weight_of(model, name)
@@ -291,6 +294,17 @@ def _own_dtype(stored: SourceTensor) -> torch.dtype:
     """Return the dtype of a stored weight; bf16 if it is packed, which published models were before."""
     dtype = FROM_NAME[stored.atom.dtype]
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16
+
+
+def _refuse_without_scales(weight: SourceTensor, part: _Part, path: str) -> None:
+    """Raise ``BadInput`` for a packed weight whose scales are not stored, as bitsandbytes keeps them in attributes."""
+    others = [name for name in part.stored if name != "weight" and not name.startswith("lora_")]
+    if weight.atom.slot == "param" and weight.atom.dtype in PACKED and not others:
+        raise BadInput(
+            f"{weight.atom.name} of {path} is packed ({weight.atom.dtype}), and the run has not its scales: a"
+            " Checkpointer does not see those of bitsandbytes. Write the adapter alone, with --to peft, or resume the"
+            " run and save model.merge_and_unload()."
+        )
 
 
 def _merged_weight(layer: Any, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -203,7 +203,7 @@ class _Scan:
     def _land(self) -> None:
         flight = self.flights.popleft()
         error = flight.future.exception()
-        if error is not None and not isinstance(error, DiskFailed):
+        if error is not None and not isinstance(error, DiskFailed | FileNotFoundError):
             raise error
         if error is not None or flight.future.result() != flight.ref.checksums[flight.block]:
             self.damaged.append(self._judge(flight, error))
@@ -212,8 +212,8 @@ class _Scan:
         if self.report is not None:
             self.report(self.done_bytes)
 
-    def _judge(self, flight: _Flight, error: DiskFailed | None) -> Damaged:
-        """Return the error for the damaged block of ``flight``."""
+    def _judge(self, flight: _Flight, error: DiskFailed | FileNotFoundError | None) -> Damaged:
+        """Return the error for the damaged block of ``flight``. An object may go while it is read."""
         path, start, nbytes = flight.ref.path, flight.start, flight.nbytes
         atoms = self._atoms_between(flight.unit, flight.ref, start, start + nbytes)
         way_out = self.store.way_out(path)

@@ -242,7 +242,11 @@ class _Search:
             except Unreadable as error:
                 ended.append(error)
                 return _Outcome(-1, error.step, None, is_unread=True)
-            except (Damaged, DiskFailed) as error:
+            except (
+                Damaged,
+                DiskFailed,
+                FileNotFoundError,
+            ) as error:  # the last of an object removed meanwhile
                 return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
             return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
 
@@ -384,6 +388,8 @@ class _Search:
             )
         if self.unread:
             return DiskFailed(f"no base of {root} can be read. {next(iter(self.unread))}")
+        if gone := [ref for ref in bases if not self.store.disk.exists(ref.path)]:
+            return self.store.retired(gone[0])
         return Damaged(f"no commit of {root} is whole: {self.problems[0]} {NONE_WHOLE}")
 
 

@@ -38,7 +38,15 @@ from ..shared.position import Batches
 from .loop_step import LoopStep
 from .model_calls import ModelCall, settings_of
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
-from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
+from .script_model import (
+    do_nothing,
+    left_to_the_engine,
+    precision_of,
+    refuse_clipped_beside,
+    switch_off_checkpointing,
+    weights_of,
+    without_optimizer,
+)
 from .several_processes import refuse_unlike_processes
 
 
@@ -68,6 +76,8 @@ class OffloadedLoop:
         """The moves of schedules since the newest step; None before the first."""
         self._moves_after_steps: set[int] = set()
         """The numbers of moves that followed the steps before it."""
+        self._not_trained: list[str] = []
+        """The parameters that require a gradient and are not in the optimizer."""
 
     # What prepare is given
 
@@ -139,6 +149,7 @@ class OffloadedLoop:
         if isinstance(optimizer, MeZO):
             raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")
         self._agree_on_batches()
+        self._not_trained = without_optimizer(self.model, optimizer)
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
         vars(optimizer)["zero_grad"] = MethodType(do_nothing, optimizer)
         usual: dict[str, Any] = {
@@ -407,11 +418,16 @@ class OffloadedLoop:
             self._refuse(f"{what} in the middle of an optimizer step: do it between steps")
 
     def _refuse_some(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise ``BadInput`` if the loop clips the gradients of some trained parameters and not of others."""
+        """Raise ``BadInput`` if the loop clips some trained parameters and not others, or some that are not trained."""
         assert self.engine is not None and self.model is not None
         given = {id(parameter) for parameter in parameters}
         named = {id(each): name for name, each in self.model.named_parameters()}
         names = {named[each] for each in given if each in named}
+        try:
+            refuse_clipped_beside([name for name in self._not_trained if name in names])
+        except BadInput:
+            self.abandon()
+            raise
         held = self.engine.held.captured.parameters
         names |= {each.name for each in held if id(each.parameter) in given}
         left = [each.name for each in held if each.trained and not names.intersection(each.names)]

@@ -35,7 +35,13 @@ from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 from ..trainer_run import Training
 from . import generation
-from .script_model import do_nothing, left_to_the_engine, precision_of
+from .script_model import (
+    do_nothing,
+    left_to_the_engine,
+    precision_of,
+    refuse_clipped_beside,
+    without_optimizer,
+)
 from .several_processes import AgreedControl, refuse_unlike_processes, set_remainder
 
 
@@ -98,6 +104,8 @@ class OffloadedTraining(Training):
             refuse_unlike_processes({"batches in an epoch": batches, **self._same()})
         optimizer.step = MethodType(left_to_the_engine(do_nothing), optimizer)
         norm, fetched = trainer.args.max_grad_norm, trainer.args.gradient_accumulation_steps
+        if norm and norm > 0:
+            refuse_clipped_beside(without_optimizer(trainer.model, optimizer))
         usual: dict[str, Any] = {
             "device": str(trainer.args.device),
             "precision": precision_of(trainer.model, mixed=trainer.args.bf16),

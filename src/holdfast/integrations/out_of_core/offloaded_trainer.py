@@ -198,7 +198,7 @@ class OffloadedSteps(Trainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the class returns for ``inputs``, from a pass over all batches that are at hand."""
         engine, step = self.engine, super().prediction_step
-        if engine is None:
+        if engine is None or _calls_often(self, *args, **kwargs):  # each call of the model is a pass then
             return step(model, inputs, *args, **kwargs)
         ahead = self._ahead or BatchesAhead([], 1)
         if id(inputs) not in ahead.results:
@@ -305,7 +305,6 @@ def _refuse(trainer: Any) -> None:
         "auto_find_batch_size": "give a batch size",
         "ignore_data_skip": "leave it out: it gives up the position in the data",
         "activation_offloading": "leave it out: the engine keeps block inputs out of memory itself",
-        "predict_with_generate": "leave it out",
         "use_vllm": "leave it out: the engine generates",
         "use_transformers_paged": "leave it out: the engine generates",
         "sync_ref_model": "leave it out: the weights are not in memory",
@@ -318,7 +317,37 @@ def _refuse(trainer: Any) -> None:
         )
     refuse_reference(trainer)
     refuse_generation(trainer)
+    _refuse_second_call(trainer)
     if args.load_best_model_at_end and any(parameter.is_meta for parameter in trainer.model.parameters()):
         raise BadInput(
             "load_best_model_at_end needs a model in memory, and its parameters are on meta: leave it out"
+        )
+
+
+def _calls_often(trainer: Any, prediction_loss_only: bool, *_: Any, **__: Any) -> bool:
+    """Return whether the trainer's ``prediction_step`` calls the model more than once."""
+    generates_texts = getattr(trainer.args, "predict_with_generate", False)
+    return not prediction_loss_only and (generates_texts or _has_loss_of_sft(trainer))
+
+
+def _has_loss_of_sft(trainer: Any) -> bool:
+    """Return whether the loss is that of TRL's ``SFTTrainer``, which computes its metrics apart."""
+    return type(trainer).compute_loss.__module__ == "trl.trainer.sft_trainer"
+
+
+def _refuse_second_call(trainer: Any) -> None:
+    """Raise ``BadInput`` if a loss calls the model a second time, or an evaluation calls parts of it by themselves."""
+    args, model = trainer.args, trainer.model
+    smooths = trainer.label_smoother is not None and getattr(args, "loss_type", "nll") == "nll"
+    if _has_loss_of_sft(trainer) and (smooths or trainer.compute_loss_func is not None):
+        raise BadInput(
+            f"SFTTrainer with {'label_smoothing_factor' if smooths else 'compute_loss_func'} calls the model a second"
+            " time for its metrics, and the engine calls it once: leave it out, or override compute_loss in a subclass"
+        )
+    if not getattr(args, "predict_with_generate", False):
+        return
+    if model.config.is_encoder_decoder or args.world_size > 1:
+        raise BadInput(
+            "predict_with_generate=True works with offloaded() in one process, and not for models with an encoder,"
+            " which generate() calls by itself: leave it out, and generate after trainer.engine.close()"
         )

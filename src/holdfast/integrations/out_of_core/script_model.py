@@ -6,15 +6,17 @@ import errno
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 import torch
+from torch import nn
 
+from ...errors import BadInput
 from ...offload.engine import Engine
-from ...quantities import round_up
+from ...quantities import counted, round_up
 from ...state.plain_tensors import flat_bytes
 
 
@@ -93,6 +95,25 @@ def precision_of(model: Any, mixed: bool) -> str:
     """Return the dtype to compute in: bf16 if the script has asked for it (``mixed``) or loaded the model so."""
     short = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return "bf16" if mixed or short else "fp32"
+
+
+def without_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of parameters of ``model`` that require a gradient and are not in ``optimizer``."""
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
+
+
+def refuse_clipped_beside(names: Sequence[str]) -> None:
+    """Raise ``BadInput`` if a loop clips parameters ``names`` that its optimizer lacks.
+
+    In memory their gradients are part of the norm; the engine computes gradients only of what it trains.
+    """
+    if names:
+        raise BadInput(
+            f"{names[0]} requires a gradient and is not in the optimizer ({counted(len(names), 'parameter')}). Clipping"
+            " in memory counts its gradient, and the engine computes none: call requires_grad_(False) for it, give it"
+            " to the optimizer, or do not clip."
+        )
 
 
 def switch_off_checkpointing(model: Any) -> None:

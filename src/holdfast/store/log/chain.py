@@ -234,12 +234,21 @@ def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
 def last_step(store: RunReader, base: Manifest, tip: int | None = None) -> int:
     """Return the last step that the records after ``base`` reach on every stream.
 
-    Only headers are read. ``tip`` is the timeline to follow; None means that which the base is part of.
+    Only headers are read. ``tip`` is the timeline to follow; None means that which the base is part of. Raises
+    ``Unreadable`` where all streams that can be read lead farther than one that cannot.
     """
     tip = _tip_of(store, base) if tip is None else tip
-    return min(
-        chain_of(base, stream, read_journal(store, stream, tip), None).last.step for stream in base.streams
-    )
+    steps: list[int] = []
+    unread: list[Unreadable] = []
+    for stream in base.streams:
+        try:
+            steps.append(chain_of(base, stream, read_journal(store, stream, tip), None).last.step)
+        except Unreadable as error:
+            unread.append(error)
+    first = min(unread, key=lambda error: error.step, default=None)
+    if first is not None and all(first.step < step for step in steps):
+        raise first
+    return min(steps)
 
 
 def progress_at(

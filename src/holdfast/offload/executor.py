@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from ..optim.torch_threads import Lane
@@ -175,7 +176,7 @@ class Executor:
                     needed += [] if self._exchanged is None else [self._exchanged]
                     self._exchanged = task
                 for other in needed:
-                    follows = self._follows(task, other)
+                    follows = bool(self._ahead) and self._follows(task, other)
                     if not (other.over or (follows and other.begun)):
                         (other.followers if follows else other.dependents).append(task)
                         task.missing += 1
@@ -263,7 +264,7 @@ class Executor:
             if other.missing == 0 and other.op.lane != COMPUTE:
                 ready.append(other)
         waiting.clear()
-        return sorted(ready, key=lambda task: task.priority)
+        return sorted(ready, key=attrgetter("priority"))
 
     def _drop(self, tasks: list[Task]) -> None:
         """Drop the tasks of a step in which a computation failed, so that none of them starts."""

@@ -47,7 +47,6 @@ from .model.microbatches import (
 from .ops import handlers
 from .ops.commit_ops import publish
 from .runtime import Runtime, Step
-from .setup.calibration import Calibration
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
 from .setup.model_values import (
     HeldModel,
@@ -62,16 +61,7 @@ from .setup.preflight import Preflight
 from .setup.process_settings import give_back_freed, on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
-from .step_reports import (
-    Timelines,
-    Traffic,
-    by_lane,
-    count_tokens,
-    difference,
-    engine_event,
-    step_event,
-    traffic,
-)
+from .step_reports import StepReports, count_tokens, traffic
 from .steps import StepMaker, StepRules
 from .text_sampling import ROWS, checked_rows, chooser, continued, last_logits
 
@@ -119,12 +109,10 @@ class Engine:
         every step of a drill.
         """
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
-        self._user, self._events, self._witness = user, events, witness
+        self._user, self._witness = user, witness
         self.held = HeldModel(run, captured, user.optimizer, caches)
         self._head = ChunkedHead(run.model) if has_ordinary_loss(run.model) else None
         self.preflight = preflight
-        self._told: Traffic = {}
-        """Bytes moved up to the last step in the event log, evaluations included."""
         run.optimizer.start_helpers(update_workers, update_threads(run.device.unified, update_workers))
         self._executor = Executor(
             handlers(run),
@@ -133,8 +121,7 @@ class Engine:
             run.device.ahead,
             exchanges=not run.data_parallel.alone,
         )
-        self._timelines = Timelines(self._executor, events)
-        self._corrections = Calibration(self._executor, plan.prediction, events)
+        self._reports = StepReports(run, plan, rules.schedule, self._executor, events)
         self._closed = False
         self.steps_done = 0
         """Number of optimizer steps done, skipped ones included."""
@@ -189,22 +176,16 @@ class Engine:
             takes_loss = loss_fn is None and all(_takes_loss(batch) for batch in micro_batches)
             with self._running(step, takes_loss), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
-                self._timelines.begins(step, self._rules.schedule)
-                self._corrections.begins(step)
+                self._reports.begins(step)
                 self._executor.run(step.operations, step)
             self._positions |= step.all_results()
             self.results = self._positions.get("results")
-            self._timelines.returns()
+            self._reports.returns(step)
             self._steps.over(step, time.perf_counter() - started)
-            self._corrections.returns(step)
             self.steps_done += 1
             self._user.look_for_forgotten()
             self.skipped_steps += step.skipped
-            seconds = time.perf_counter() - started
-            before, self._told = self._told, traffic(self._run)
-            moved = difference(self._told, before)
-            event = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
-            self._events.emit("step", **event)
+            event = self._reports.over(step, self.steps_done, tokens, time.perf_counter() - started)
             self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
         if self._witness is not None:
             progress = ({} if self._user.is_late else self._progress()) | {"loss": self.last["loss"]}
@@ -403,16 +384,9 @@ class Engine:
         self._catch_up()
         self.wait()
         alone = self._run.data_parallel.alone
-        with self._untold(), nullcontext() if alone else self._closing_on_error():
+        with self._reports.uncounted(), nullcontext() if alone else self._closing_on_error():
             values = trained_values if trained else state_dict
             return values(self._run, self.held.captured, keep)
-
-    @contextmanager
-    def _untold(self) -> Iterator[None]:
-        """Count the bytes that the body moves for no step in the event log."""
-        before = traffic(self._run)
-        yield
-        self._told = difference(traffic(self._run), difference(before, self._told))
 
     @on_host_by_default
     def close(self) -> None:
@@ -433,7 +407,7 @@ class Engine:
         with self._closing_on_error():
             self._refuse_incomplete()
             self._executor.drain()
-            self._timelines.end()
+            self._reports.end()
             if self._rules.commit_every:
                 self.save()
             if self._run.data_parallel.rank == 0:
@@ -557,7 +531,7 @@ class Engine:
         self._refuse_edits(self._call(f"a forward pass of {len(calls)} micro-batches", self.held.edited))
         results: list[Any] = []
         together = self._plan.evaluation_batches
-        with evaluating(self._run.model), self._other_sizes(), self._untold():
+        with evaluating(self._run.model), self._other_sizes(), self._reports.uncounted():
             for start in range(0, len(calls), together):
                 step = self._steps.evaluation(calls[start : start + together])
                 with self._only_losing(), torch.no_grad(), self._running(step, takes_loss):
@@ -639,16 +613,8 @@ class Engine:
         self._run.optimizer.close()
         self._run.device.close()
         self.held.release()
-        self._run.store.queue.close()  # nothing is under way any more when files are closed
-        self._run.store.close()
-        self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
-        if self._run.zeroth is not None:
-            self._run.zeroth.release()
-        self._run.experts.release()
-        self._run.residency.release()
-        moved = by_lane(traffic(self._run))
-        self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step, moved=moved)
-        self._events.close()
+        self._run.close()
+        self._reports.engine_ends(self.steps_done)
 
     def _call(
         self, what: str, check: Callable[[], Any] = lambda: None, how: Callable[[], str] = lambda: ""
@@ -754,11 +720,7 @@ class Engine:
             if self._run.zeroth is not None:
                 self._run.zeroth.resume(found.progress, self._run.units)
         self._free_idle()
-        self._told = traffic(self._run)
-        about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
-        self._events.emit("engine", **about)
-        if self._plan.prediction is not None:
-            self._events.emit("plan", **self._plan.prediction.event())
+        self._reports.engine_begins(self.preflight, self.steps_done)
 
     def _progress(self) -> dict[str, Any]:
         """Return this rank's progress after the present step: everything besides tensors that a resume needs."""

@@ -72,11 +72,12 @@ class StepReports:
         self._corrections = Calibration(executor, plan.prediction, events)
         self._counted: Traffic = {}
         """Bytes moved up to the last step in the event log, evaluations included."""
+        self._steps_done = 0
 
     def engine_begins(self, preflight: Preflight, first_step: int) -> None:
         """Write the events for an engine that begins after ``first_step``."""
         run, plan, memory = self._run, self._plan, self._plan.memory
-        self._counted = traffic(run)
+        self._counted, self._steps_done = traffic(run), first_step
         self._events.emit(
             "engine",
             first_step=first_step,
@@ -114,7 +115,7 @@ class StepReports:
     def over(self, step: Step, steps_done: int, tokens: int, seconds: float) -> dict[str, Any]:
         """Write the event for a step that is over, and return its fields. ``tokens`` counts those of all ranks."""
         run, now = self._run, traffic(self._run)
-        moved, self._counted = difference(now, self._counted), now
+        moved, self._counted, self._steps_done = difference(now, self._counted), now, steps_done
         event = {
             "step": steps_done,
             "loss": mean_loss(step),
@@ -151,10 +152,10 @@ class StepReports:
         """Write what is not written yet. Nothing is under way any more."""
         self._timelines.end()
 
-    def engine_ends(self, steps_done: int) -> None:
+    def engine_ends(self) -> None:
         """Write the event for an engine that is closed, the last of the log."""
         moved = by_lane(traffic(self._run))
-        self._events.emit("closed", step=steps_done, durable_step=self._run.durable_step, moved=moved)
+        self._events.emit("closed", step=self._steps_done, durable_step=self._run.durable_step, moved=moved)
         self._events.close()
 
 

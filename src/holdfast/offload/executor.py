@@ -168,10 +168,10 @@ class Executor:
             self._listed = operations
             for priority, op in enumerate(operations):
                 task = mine[op.key] = Task(op, step, priority)
-                needed = [mine[key] for key in op.needs]
+                needed = [*map(mine.__getitem__, op.needs)]
                 if op.lane == COMPUTE:
                     needed, held = [*needed, *held], []
-                needed += [earlier[key] for key in op.needs_previous if key in earlier]
+                needed += filter(None, map(earlier.get, op.needs_previous))
                 if op.lane == EXCHANGE:
                     needed += [] if self._exchanged is None else [self._exchanged]
                     self._exchanged = task
@@ -251,7 +251,8 @@ class Executor:
                 self._changed.notify_all()
         future.add_done_callback(lambda done: self._finish(task, done.exception()))
         task.thread = None
-        self._dispatch(ready)
+        if ready:
+            self._dispatch(ready)
 
     def _released(self, waiting: list[Task]) -> list[Task]:
         """Count down what each task in ``waiting`` still misses, and empty the list.
@@ -297,7 +298,8 @@ class Executor:
             task.step = None
             self._running.discard(task)
             self._changed.notify_all()
-        self._dispatch(ready)
+        if ready:
+            self._dispatch(ready)
 
     def _wait_for(self, task: Task) -> None:
         """Wait until no operation that ``task`` needs is missing."""

@@ -109,6 +109,8 @@ class StepMaker:
         """True if the model shifts labels; None until that has been asked."""
         self.lists: dict[tuple[str, StepShape], list[Op]] = {}
         """The operation lists made so far, by schedule and shape."""
+        self._held_copies: dict[StepShape, frozenset[int]] = {}
+        """The result of ``held_copies`` for the lists of training steps, by shape."""
 
     @property
     def may_ask(self) -> bool:
@@ -178,6 +180,8 @@ class StepMaker:
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams
         operations = self._listed(rules.schedule, shape)
+        if shape not in self._held_copies:
+            self._held_copies[shape] = held_copies(operations)
         return Step(
             number=number,
             shape=shape,
@@ -190,7 +194,7 @@ class StepMaker:
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,
             loss_scale=self.loss_scale,
-            held_copies=held_copies(operations),
+            held_copies=self._held_copies[shape],
             kept=kept_blocks(shape, len(self._run.blocks)),
             must_repeat=rules.chooses_recomputed,
             gauge=None if self._recomputation is None else self._recomputation.gauge(),

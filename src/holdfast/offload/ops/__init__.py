@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...schedule.operations import Op
-from ..memory.device import HostDevice, SeparateDevice
+from ..memory.device import SeparateDevice
 from ..runtime import Runtime, Step
 from . import commit_ops, compute, gradient_ops, input_ops, mezo_ops, parameter_ops, state_ops
 
@@ -67,8 +67,7 @@ REDO: dict[str, Function] = {
 
 def handlers(runtime: Runtime) -> dict[str, Callable[[Op, Any], Future | None]]:
     """Return the handler of every kind of operation, bound to ``runtime``."""
-    device = runtime.device
-    handle = _handle if isinstance(device, HostDevice) else partial(_handle_on, device)
+    handle = _handle if runtime.device.unified else _handle_on_device
     return {kind: partial(handle, runtime, function) for kind, function in KINDS.items()}
 
 
@@ -76,8 +75,9 @@ def _handle(run: Runtime, function: Function, op: Op, step: Step) -> Future | No
     return (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)
 
 
-def _handle_on(device: SeparateDevice, run: Runtime, function: Function, op: Op, step: Step) -> Future | None:
-    with device.lane(op):
+def _handle_on_device(run: Runtime, function: Function, op: Op, step: Step) -> Future | None:
+    assert isinstance(run.device, SeparateDevice)
+    with run.device.lane(op):
         future = _handle(run, function, op, step)
-    over = device.ended(op)
+    over = run.device.ended(op)
     return future or over

@@ -80,8 +80,9 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
-def imports_of(tree: ast.AST, module: str, types: bool = True) -> set[str]:
-    """Full names of all that a module imports, at any depth; unless ``types``, not what is under TYPE_CHECKING."""
+def imports_of(tree: ast.AST, module: str, types: bool = True, functions: bool = True) -> set[str]:
+    """Full names of all that a module imports; unless ``types``, not what is under TYPE_CHECKING; unless
+    ``functions``, not what functions import when they are called."""
     found, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
@@ -91,7 +92,8 @@ def imports_of(tree: ast.AST, module: str, types: bool = True) -> set[str]:
             package = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*package, *filter(None, [node.module])])
             found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-        if types or not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
+        for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        if (types or not for_types) and (functions or not isinstance(node, ast.FunctionDef)):
             waiting += ast.iter_child_nodes(node)
     return found
 
@@ -120,6 +122,8 @@ class Module(NamedTuple):
     imports: set[str]
     needs: set[str]
     """``imports`` without those for types alone."""
+    at_import: set[str]
+    """``needs`` without those of functions."""
     ordering_calls: list[str]
 
 
@@ -128,7 +132,12 @@ def modules() -> dict[str, Module]:
     """Return what is asked of every module, each parsed once."""
     trees = ((name_of(path), ast.parse(path.read_text())) for path in MODULES)
     return {
-        name: Module(imports_of(tree, name), imports_of(tree, name, types=False), ordering_calls(tree))
+        name: Module(
+            imports_of(tree, name),
+            imports_of(tree, name, types=False),
+            imports_of(tree, name, types=False, functions=False),
+            ordering_calls(tree),
+        )
         for name, tree in trees
     }
 
@@ -169,6 +178,17 @@ def test_no_modules_need_each_other():
     }
     assert sum(map(len, needs.values())) > 1000
     graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
+
+
+def test_a_checkpointer_imports_no_readers_of_formats():
+    """A process that is started again pays for every import; readers are needed only for a ``source=``."""
+    found, waiting = set(), {"holdfast.checkpointer"}
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        waiting |= (with_packages(modules()[name].at_import, name) & modules().keys()) - found
+    assert len(found) > 80
+    assert {room_of(name) for name in found} & {"formats", "sources", "config", "profiles"} == set()
 
 
 def test_rooms_without_torch_import_none():

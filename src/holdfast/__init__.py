@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .garbage import without_collection
+
 if sys.platform == "win32":
     raise ImportError("Holdfast runs on Linux; macOS was not tried, and it does not run on Windows.")
 
@@ -104,7 +106,8 @@ def __getattr__(name: str) -> Any:
         return import_module(".optim", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
+    with without_collection():  # each collection would visit all objects of torch
+        return getattr(import_module(_HOME[name], __name__), name)
 
 
 class _Package(ModuleType):

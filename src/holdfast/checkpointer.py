@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -62,15 +62,17 @@ from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, StepLog, describe_lost_steps, tell
 from .quantities import GiB
 from .regular_files import home_path
-from .saved_weights import SavedWeights
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
-from .sources import From, begin_from
 from .store.commit.retention import Keep, checked_metrics, is_among_best
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
 from .supervised.attempt import Witness, in_drill, shared_directory
 from .supervised.standing_by import refuse_replica, say_closed, say_opened, wait_for_run
+
+if TYPE_CHECKING:
+    from .saved_weights import SavedWeights
+    from .sources import From
 
 
 class Checkpointer:
@@ -341,7 +343,7 @@ class Checkpointer:
                 "resume is called once, before the first step; make another Checkpointer to go back"
             )
         self._ranks.all_do(lambda: refuse_bad_resume(step, before, exactness))
-        start = source if source is None or isinstance(source, From) else From(source)
+        start = None if source is None else _as_from(source)
         target = step if before is None else before - 1
         asked = ResumeRequest(
             target, step is not None, exactness == "continuation", show, exactness == "approximate"
@@ -363,6 +365,8 @@ class Checkpointer:
             self._go_on_from(found, start, asked.approximate)
             self._backend.begin(found)
             if self._options.keep.weights is not None:
+                from .saved_weights import SavedWeights  # imported here, as in _as_from
+
                 self._weights = SavedWeights(
                     self._store, self._options.keep.weights, self._backend.make_room, self._events.emit
                 )
@@ -390,6 +394,8 @@ class Checkpointer:
         else:
             self._training.begin_anew()
             if start is not None:
+                from .sources import begin_from  # imported here, as in _as_from
+
                 begin_from(start, self._training, self._events.emit, approximate)
         self._training.begin_iteration()
 
@@ -861,3 +867,10 @@ class Checkpointer:
             )
         if self._closed:
             raise EngineFailed(f"the checkpointer of {self._store.root} is closed; make another to resume")
+
+
+def _as_from(source: str | Path | From) -> From:
+    """Return ``source`` as options. The readers of all formats are imported only where something is read by them."""
+    from .sources import From
+
+    return source if isinstance(source, From) else From(source)

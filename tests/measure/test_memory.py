@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.measure.machine_probe import free_host_bytes
+from holdfast.measure.free_memory import free_host_bytes
 
 
 @pytest.mark.parametrize(

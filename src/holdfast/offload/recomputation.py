@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import accelerators
-from ..measure.machine_probe import free_host_bytes
+from ..measure.free_memory import free_host_bytes
 from ..quantities import round_up
 from ..schedule.memory_use import largest_fitting, predict
 from ..schedule.work import Work

@@ -29,7 +29,7 @@ from holdfast import failpoints
 from ...distributed import Ranks
 from ...errors import Damaged, DiskFailed, DoesNotFit, NoCommit
 from ...io.threads import open_file, use_cpus
-from ...measure.machine_probe import free_host_bytes
+from ...measure.free_memory import free_host_bytes
 from ...quantities import format_bytes
 from ...schedule.interval.tuner import MEAN_SECONDS_BETWEEN_FAILURES, mean_between_failures
 from ...state.live_state import Held, LiveState

@@ -17,8 +17,9 @@ import torch
 
 from ...accelerators import is_accelerator, synchronize
 from ...errors import ConfigError
+from ...measure.free_memory import free_host_bytes
 from ...measure.hardware_rates import median_seconds
-from ...measure.machine_probe import BlockTimes, Probed, free_host_bytes, probe_machine
+from ...measure.machine_probe import BlockTimes, Probed, probe_machine
 from ...models.decoder import Block, DecoderConfig, rotary_table
 from ...offload.memory.device import open_device
 from ...offload.model.model_parts import DTYPES

@@ -17,7 +17,7 @@ from torch import nn
 from ...distributed import Ranks
 from ...errors import BadInput, DoesNotFit
 from ...events import EventLog, tell
-from ...measure.machine_probe import free_host_bytes
+from ...measure.free_memory import free_host_bytes
 from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
 from ...state.capture import CapturedParameter

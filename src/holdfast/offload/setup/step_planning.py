@@ -15,7 +15,7 @@ from typing import Any
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit, ModelNotSupported
-from ...measure.machine_probe import free_host_bytes
+from ...measure.free_memory import free_host_bytes
 from ...profiles import MachineProfile
 from ...quantities import MiB, parse_bytes
 from ...schedule.horizontal import horizontal

@@ -33,7 +33,7 @@ from holdfast.errors import DoesNotFit
 from holdfast.events import EventLog
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.setup import step_planning
-from holdfast.offload.setup.calibration import FIRST, RECORDED
+from holdfast.offload.step_reports import FIRST, RECORDED
 from holdfast.quantities import format_bytes
 
 STEPS, GRID_STEPS = 3, 2

@@ -77,12 +77,12 @@ class Stream:
             mark.arrive()
 
 
-def _handle(run, function, op, step, real=ops._handle):
+def _handle_on_device(run, function, op, step, real=ops._handle_on_device):
     with run.device.of(step) if isinstance(run.device, Apart) else nullcontext():
         return real(run, function, op, step)
 
 
-ops._handle = _handle  # a lane is not told of its step otherwise
+ops._handle_on_device = _handle_on_device  # a lane is not told of its step otherwise
 
 
 class Apart(SeparateDevice):

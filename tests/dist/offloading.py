@@ -20,8 +20,9 @@ from holdfast import failpoints
 from holdfast.errors import BadInput
 from holdfast.formats.run_directory import CommitSource
 from holdfast.measure import drive_rates
-from holdfast.offload import api, step_choices
+from holdfast.offload import api, recomputation
 from holdfast.offload.setup import preflight
+from holdfast.offload.steps import ClippingChoice
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store
 from support.grouped import grouped
@@ -157,9 +158,9 @@ def main(
             free_bytes=lambda: 0 if Path(path).name in full else 1 << 40
         )
     if ways is not None:
-        step_choices.ClippingChoice.over = lambda self, *_: setattr(self, "mode", ways[str(rank)])
+        ClippingChoice.over = lambda self, *_: setattr(self, "mode", ways[str(rank)])
     if rank in little:
-        step_choices.free_host_bytes = lambda: 0
+        recomputation.free_host_bytes = lambda: 0
     if early and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
     planned: list[str] = []

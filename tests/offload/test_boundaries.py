@@ -17,10 +17,9 @@ from torch import nn
 import holdfast
 from holdfast.errors import BlockInputChanged, ModelNotSupported
 from holdfast.io.buffers import BufferPool
-from holdfast.offload import step_choices
+from holdfast.offload import recomputation
 from holdfast.offload.memory.block_states import as_tensor
-from holdfast.offload.memory.residency import Residency
-from holdfast.offload.memory.transfer_pool import unpacked
+from holdfast.offload.memory.residency import Residency, unpacked
 from holdfast.offload.runtime import InputScratch
 from support.grouped import grouped
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
@@ -657,7 +656,7 @@ class ChangesATensorLate(ChangesATensorBetweenBlocks):
 
 def test_kept_graph_does_not_hide_a_change(tmp_path, monkeypatch):
     """The free memory decides on what runs twice, and not on what is refused."""
-    monkeypatch.setattr(step_choices, "most_process_bytes", lambda: 0)  # earlier tests may have held much
+    monkeypatch.setattr(recomputation, "most_process_bytes", lambda: 0)  # earlier tests may have held much
     model = build(ChangesATensorLate)
     engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     for step in range(2):

@@ -8,7 +8,7 @@ import pytest
 
 import holdfast
 from holdfast.offload.setup import run_planning, step_planning
-from holdfast.offload.step_choices import DEFER, SPECULATE, ClippingChoice
+from holdfast.offload.steps import DEFER, SPECULATE, ClippingChoice
 from holdfast.quantities import MiB
 from offload.test_clipping import engine_of
 from training import batches

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from holdfast.offload.model import equal_blocks
 from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.setup import block_measurement
 from holdfast.offload.setup.block_measurement import MeasuredBlocks, measure
@@ -129,25 +128,25 @@ def test_blocks_after_a_streamed_embedding_are_equal_too(monkeypatch: pytest.Mon
 
 def test_a_blocks_place_is_no_difference_and_any_other_number_is() -> None:
     def form(layer: Layer, index: int) -> object:
-        return equal_blocks.call_form(layer, index, (torch.zeros(2),), {})
+        return block_measurement.call_form(layer, index, (torch.zeros(2),), {})
 
     assert form(Layer(1, 12), 1) == form(Layer(2, 12), 2)
     assert form(Layer(1, 12), 1) != form(Layer(4, 12), 2)
-    assert form(Layer(1, 12), 1) != equal_blocks.call_form(Layer(1, 12), 1, (torch.zeros(3),), {})
+    assert form(Layer(1, 12), 1) != block_measurement.call_form(Layer(1, 12), 1, (torch.zeros(3),), {})
     x = torch.zeros(2)
     same, other = (
-        equal_blocks.call_form(Layer(1, 12), 1, args, {}) for args in ((x, x), (x, torch.zeros(2)))
+        block_measurement.call_form(Layer(1, 12), 1, args, {}) for args in ((x, x), (x, torch.zeros(2)))
     )
     assert same != other
 
 
 def test_an_output_that_is_an_input_stays_one() -> None:
     x, mask = torch.zeros(2, 3).t(), torch.ones(2)
-    made = equal_blocks.output_maker((x * 2, mask, None, 3), [x, mask])
+    made = block_measurement.output_maker((x * 2, mask, None, 3), [x, mask])
     assert made is not None
     arguments = [torch.zeros(2, 3).t(), torch.ones(2)]
     new, given, nothing, three = made(arguments)
     assert (new.shape, new.stride()) == (x.shape, (x * 2).stride())
     assert given is arguments[1]
     assert (nothing, three) == (None, 3)
-    assert equal_blocks.output_maker(object(), [x]) is None
+    assert block_measurement.output_maker(object(), [x]) is None

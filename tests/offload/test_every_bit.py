@@ -17,7 +17,7 @@ from holdfast.measure import drive_rates
 from holdfast.offload.engine import Engine
 from holdfast.offload.model import blocks
 from holdfast.offload.setup import drive_setup, run_planning, step_planning
-from holdfast.offload.step_choices import DEFER, SPECULATE, ClippingChoice
+from holdfast.offload.steps import DEFER, SPECULATE, ClippingChoice
 from holdfast.quantities import KiB
 from holdfast.schedule import step_builder, work
 from holdfast.schedule.work import LEAST_MEMORY

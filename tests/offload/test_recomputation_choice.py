@@ -10,7 +10,7 @@ from torch import nn
 
 import holdfast
 from holdfast.events import read_events
-from holdfast.offload import step_choices
+from holdfast.offload import recomputation
 from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.setup import run_planning
 from holdfast.offload.setup.block_measurement import measure
@@ -40,8 +40,8 @@ def told(path):
 
 
 def free(monkeypatch, nbytes):
-    monkeypatch.setattr(step_choices, "free_host_bytes", lambda: nbytes)
-    monkeypatch.setattr(step_choices, "most_process_bytes", lambda: 0)
+    monkeypatch.setattr(recomputation, "free_host_bytes", lambda: nbytes)
+    monkeypatch.setattr(recomputation, "most_process_bytes", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_plain_run_keeps_graphs_and_bits(tmp_path, clip_norm):
 def test_separate_device_keeps_graphs_and_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     monkeypatch.setattr(Apart, "free_bytes", lambda device: AMPLE)
-    monkeypatch.setattr(step_choices.accelerators, "given_back_bytes", lambda device: 0)
+    monkeypatch.setattr(recomputation.accelerators, "given_back_bytes", lambda device: 0)
     check(tmp_path, Task(count=3, dropout=0.2, steps=3))
     assert told(tmp_path) == [1.0, 0.0]
 
@@ -93,7 +93,7 @@ def test_no_more_is_kept_than_fits(tmp_path, monkeypatch):
         copy = engine._plan.work.blocks[0].param_bytes
     for blocks in (0.5, 2.5):
         room = blocks * (2 * held + copy) + 60_000  # block inputs as well
-        free(monkeypatch, room / (1 - step_choices.FREE_RESERVE))
+        free(monkeypatch, room / (1 - recomputation.FREE_RESERVE))
         with engine_of(tmp_path / str(blocks)) as engine:
             found = [again(engine, count) for count in (2, 2, 1, 4)]
         kept = [round(4 * (1 - fraction)) for fraction in found]
@@ -103,7 +103,7 @@ def test_no_more_is_kept_than_fits(tmp_path, monkeypatch):
 
 def test_memory_that_comes_back_is_not_free(tmp_path, monkeypatch):
     """What the process has held at most, it will hold again."""
-    monkeypatch.setattr(step_choices, "most_process_bytes", lambda: AMPLE)
+    monkeypatch.setattr(recomputation, "most_process_bytes", lambda: AMPLE)
     with engine_of(tmp_path) as engine:
         assert [again(engine) for _ in range(2)] == [1.0, 1.0]
 
@@ -149,7 +149,7 @@ def test_bits_do_not_follow_memory_where_kernels_round_otherwise(tmp_path):
 
 
 def test_unknown_memory_recomputes_everything(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_choices, "most_process_bytes", lambda: None)
+    monkeypatch.setattr(recomputation, "most_process_bytes", lambda: None)
     with engine_of(tmp_path) as engine:
         assert [again(engine) for _ in range(2)] == [1.0, 1.0]
 

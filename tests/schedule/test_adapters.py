@@ -64,7 +64,7 @@ def test_embedding_and_head_stay_on_the_device_and_on_the_host():
     s, tables = setting("nf4"), 2 * llama().profile.resident_parameters
     without = replace(s, model=replace(llama(), profile=replace(llama().profile, tied=True)))
     one = 2 * 128256 * 8192
-    assert s.frozen_resident_bytes == tables
+    assert s.model.frozen_resident_bytes == tables
     assert formulas.device_bytes(s) - formulas.device_bytes(without) == one
     assert formulas.host_bytes(s).constant - formulas.host_bytes(without).constant == one
 
@@ -72,7 +72,7 @@ def test_embedding_and_head_stay_on_the_device_and_on_the_host():
 def test_a_base_lies_on_the_ssd_once_wherever_it_is_kept():
     """As the device computes with it and as commits hold it are one file."""
     s = setting("nf4")
-    base = 80 * s.model.frozen_block_bytes + s.frozen_resident_bytes
+    base = 80 * s.model.frozen_block_bytes + s.model.frozen_resident_bytes
     adapters, inputs = 80 * s.elements, 80 * 3 * s.input_bytes
     taken = [formulas.ssd_bytes(s)({**ALL_ON_SSD, "params": part}) for part in (0.0, 1.0)]
     assert taken[0] == pytest.approx(base + (3 * 12 + 2) * adapters + inputs)

@@ -12,8 +12,7 @@ from holdfast.state.rules.assembly import assemble
 from holdfast.state.rules.rule_language import KINDS, OPTIONS, Rules
 from holdfast.state.rules.rule_matching import StoredTensor
 
-WHOLE = (Path(__file__).parents[2] / "docs" / "moves.md").read_text()
-DOCUMENT = WHOLE.partition("\n## Rules")[2].partition("\n## ")[0]
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
 EXAMPLES = re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL)
 MODIFIERS = [
     "cut",

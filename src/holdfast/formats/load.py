@@ -178,11 +178,12 @@ def in_threads(jobs: Iterable[Callable[[], T]], report: Callable[[T], object] = 
 class ReadPlan:
     """The runs that fill some targets, in the order in which they lie in the files.
 
-    Entry ``i`` is fragment ``index[i]`` of target ``target[i]``. There may be millions of runs, so each is built when
-    it is iterated.
+    Entry ``i`` is fragment ``index[i]`` of target ``target[i]``, and ``spans`` are those of ``pieces``. There may be
+    millions of runs, so each is built when it is iterated.
     """
 
     pieces: list[Fragments]
+    spans: list[np.ndarray]
     target: np.ndarray
     index: np.ndarray
 
@@ -192,7 +193,8 @@ class ReadPlan:
     def __iter__(self) -> Iterator[ReadRange]:
         for target, index in zip(self.target.tolist(), self.index.tolist(), strict=True):
             piece = self.pieces[target].piece(index)
-            yield ReadRange(piece.part, piece.offset, _span(piece), target, piece.box, piece.strides)
+            count = int(self.spans[target][index])
+            yield ReadRange(piece.part, piece.offset, count, target, piece.box, piece.strides)
 
 
 def plan(source: Source, targets: Iterable[ReadTarget]) -> ReadPlan:
@@ -213,7 +215,7 @@ def plan(source: Source, targets: Iterable[ReadTarget]) -> ReadPlan:
     target = np.repeat(np.arange(len(found)), counts)
     index = np.concatenate([np.arange(count) for count in counts]) if counts else target
     if not len(target):
-        return ReadPlan(found, target, index)
+        return ReadPlan(found, [], target, index)
     part = np.concatenate([pieces.part for pieces in found])
     start = np.concatenate([pieces.offset * size for pieces, size in zip(found, itemsizes, strict=True)])
     used, place = np.unique(part, return_inverse=True)
@@ -222,17 +224,12 @@ def plan(source: Source, targets: Iterable[ReadTarget]) -> ReadPlan:
     file = np.array([files[each.path] for each in where])
     offset = np.array([each.offset for each in where])
     order = np.lexsort((offset[place] + start, file[place]))
-    return ReadPlan(found, target[order], index[order])
-
-
-def _span(piece: Fragment) -> int:
-    """Return the number of elements from the first to the last of ``piece``, in its part."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
+    return ReadPlan(found, [pieces.spans for pieces in found], target[order], index[order])
 
 
 def _readable_ones(pieces: Fragments, itemsize: int) -> Fragments:
     """Split ``pieces`` into fragments that one read can fetch. Most are contiguous and short, and stay unchanged."""
-    spans = 1 + ((pieces.stop - pieces.start - 1) * pieces.strides).sum(axis=1)
+    spans = pieces.spans
     easy = (spans == pieces.elements) & (spans * itemsize <= WINDOW)
     if easy.all():
         return pieces

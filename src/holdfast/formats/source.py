@@ -185,7 +185,7 @@ class Source:
         over = (np.maximum(reach, 0).sum(axis=1) + pieces.offset >= MOST_OFFSET) | (pieces.strides < 0).any(
             axis=1
         )
-        last = pieces.offset + ((pieces.stop - pieces.start - 1) * pieces.strides).sum(axis=1)
+        last = pieces.offset + pieces.spans - 1
         sizes = np.array(
             [self.parts[number].nbytes // atom.itemsize for number in pieces.part.tolist()], dtype=np.int64
         )
@@ -310,7 +310,8 @@ class ReadFiles(Source):
         return file
 
     def _compare(self, path: str, status: os.stat_result) -> None:
-        if self._stamps.setdefault(path, _stamp_of(status)) != _stamp_of(status):
+        stamp = _stamp_of(status)
+        if self._stamps.setdefault(path, stamp) != stamp:
             raise Damaged(
                 f"{path} was written again meanwhile, or touched: its size or its time of writing changed, so what was"
                 " read of it before may be of another state. Begin anew, when nobody writes to it.",

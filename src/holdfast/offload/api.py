@@ -145,23 +145,11 @@ def offload(
 
     The planner uses the machine's rates, which are measured in a few seconds where they are not known yet, and the
     times of the model's own block. Its choice and the resource that binds are an event ("plan") and a line for ``say``.
-    With MeZO, and with several ranks, nothing is measured: what saves most traffic per byte stays first, as far as it
-    fits, and only the line tells. With several ranks it is what fits on all, each in its part of its machine's memory.
 
-    Skipped steps: a step with a loss that is not finite is skipped: nothing is updated, and the scheduler is stepped.
-    So is a step whose norm is not finite, where a norm is taken. Clipping per block leaves out the blocks whose own
-    norm is not finite (``last["left_out"]``).
-
-    Several ranks: where torch.distributed is in use, training is data-parallel. Collective: every rank must call this.
-    Each rank has its own micro-batches, as many as the others, and keeps, reads, updates and writes its shard of every
-    block. Compute copies are gathered for each pass, and gradients are summed, first over a rank's micro-batches and
-    then in the order of the ranks. All ranks need one directory, and see the loss over all micro-batches. A run can be
-    continued with any number of ranks.
-
-    Attributes: every value must go through a block's arguments and its return value. A tensor that modules pass on in
-    an attribute is detected in the first step of one and of several micro-batches, and refused. Numbers and other
-    objects in attributes, and tensors that a block keeps detached, are not detected: do not compute with them. Changes
-    by way of ``.data`` or NumPy of tensors between blocks are not detected either.
+    Where torch.distributed is in use, training is data-parallel, with one directory for all ranks, and every rank must
+    call this (``docs/fits.md``, "Several ranks"). A step whose loss is not finite is skipped (``docs/schedule.md``).
+    Every value must go through a block's arguments and its return value; "A model of your own" in ``docs/fits.md`` says
+    what is refused otherwise, and what is not detected.
 
     Raises ``BadInput`` and its subclasses (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole, and

@@ -11,18 +11,18 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from ..errors import BadInput, EngineFailed
+from ..errors import BadInput
 from ..events import EventLog
 from ..optim.torch_threads import one_torch_thread, update_threads
-from ..schedule.operations import TIED, Op
+from ..schedule.operations import Op
 from ..schedule.work import ClippingMode
 from ..state.capture import Captured
 from ..state.encoding import decode
@@ -30,24 +30,19 @@ from ..state.progress import hyper_parameters, restore_random_state
 from ..store.format.manifest import Manifest
 from ..supervised.attempt import Witness
 from ..supervised.standing_by import say_closed
-from . import rng
 from .engine_progress import UserState
 from .executor import Executor
-from .exit_hook import closed, deferred, finish_at_exit
+from .exit_hook import closed, finish_at_exit
 from .loss_scaling import first_label_counts, mean_of, questions
-from .model.chunked_head import ChunkedHead, has_ordinary_loss
 from .model.microbatches import (
     OwnCall,
-    all_cancelled,
-    checked_batches,
     evaluating,
     extract_loss,
     late_call,
 )
 from .ops import handlers
 from .ops.commit_ops import publish
-from .runtime import Runtime, Step
-from .setup.calibration import Calibration
+from .runtime import Runtime
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
 from .setup.model_values import (
     HeldModel,
@@ -62,16 +57,8 @@ from .setup.preflight import Preflight
 from .setup.process_settings import give_back_freed, on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
-from .step_reports import (
-    Timelines,
-    Traffic,
-    by_lane,
-    count_tokens,
-    difference,
-    engine_event,
-    step_event,
-    traffic,
-)
+from .step_reports import StepReports, count_tokens, traffic
+from .step_runner import StepRunner
 from .steps import StepMaker, StepRules
 from .text_sampling import ROWS, checked_rows, chooser, continued, last_logits
 
@@ -119,12 +106,9 @@ class Engine:
         every step of a drill.
         """
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
-        self._user, self._events, self._witness = user, events, witness
+        self._user, self._witness = user, witness
         self.held = HeldModel(run, captured, user.optimizer, caches)
-        self._head = ChunkedHead(run.model) if has_ordinary_loss(run.model) else None
         self.preflight = preflight
-        self._told: Traffic = {}
-        """Bytes moved up to the last step in the event log, evaluations included."""
         run.optimizer.start_helpers(update_workers, update_threads(run.device.unified, update_workers))
         self._executor = Executor(
             handlers(run),
@@ -133,9 +117,8 @@ class Engine:
             run.device.ahead,
             exchanges=not run.data_parallel.alone,
         )
-        self._timelines = Timelines(self._executor, events)
-        self._corrections = Calibration(self._executor, plan.prediction, events)
-        self._closed = False
+        self._reports = StepReports(run, plan, rules.schedule, self._executor, events)
+        self._runner = StepRunner(run, self.held, self._executor, self._reports, lambda: closed(self))
         self.steps_done = 0
         """Number of optimizer steps done, skipped ones included."""
         self.resumed_from: int | None = None
@@ -145,8 +128,6 @@ class Engine:
         self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile
         self.last: dict[str, Any] = {}
         """The fields of the last step's event, and the fraction of the blocks that it computed again."""
-        self._late: Step | None = None
-        """The newest step, while its commit waits for ``complete_step``."""
         self.results: dict[str, Any] | None = None
         """Results of the newest step's own calls, and its gradient norm, also after a resume; None without them."""
 
@@ -165,16 +146,16 @@ class Engine:
         ``durable_step`` has reached ``steps_done``; at most one step is on its way. A loss that is not finite skips the
         update, and ``last["skipped"]`` says so. Collective: every rank must call this.
         """
-        self._check_usable()
-        self._refuse_incomplete()
+        self._runner.check_usable()
+        self._runner.refuse_incomplete()
         what = f"step {self.steps_done + 1}"
         micro_batches = self._ask_about_labels(what, micro_batches, loss_fn)
-        micro_batches, gathered = self._call_with(what, micro_batches, loss_fn, self._checked)
+        micro_batches, gathered = self._runner.call_with(what, micro_batches, loss_fn, self._checked)
         self._refuse_unlike_rates(what, [each.rates for each in gathered])
         self._refuse_edits([each.edited for each in gathered])
         weights = self._steps.weights([each.counts for each in gathered], len(micro_batches))
         tokens = sum(each.tokens for each in gathered)
-        with self._closing_on_error():
+        with self._runner.closing_on_error():
             started = time.perf_counter()
             again = max(each.recomputed_fraction for each in gathered)  # as the rank with least memory
             step = self._steps.training(
@@ -182,29 +163,23 @@ class Engine:
             )
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             if self._user.is_late:
-                self._late, step.late_progress = step, Future()
+                self._runner.late, step.late_progress = step, Future()
             else:
                 step.progress = self._progress()
                 self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
             takes_loss = loss_fn is None and all(_takes_loss(batch) for batch in micro_batches)
-            with self._running(step, takes_loss), torch.set_grad_enabled(self._run.zeroth is None):
+            with self._runner.running(step, takes_loss), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
-                self._timelines.begins(step, self._rules.schedule)
-                self._corrections.begins(step)
+                self._reports.begins(step)
                 self._executor.run(step.operations, step)
             self._positions |= step.all_results()
             self.results = self._positions.get("results")
-            self._timelines.returns()
+            self._reports.returns(step)
             self._steps.over(step, time.perf_counter() - started)
-            self._corrections.returns(step)
             self.steps_done += 1
             self._user.look_for_forgotten()
             self.skipped_steps += step.skipped
-            seconds = time.perf_counter() - started
-            before, self._told = self._told, traffic(self._run)
-            moved = difference(self._told, before)
-            event = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
-            self._events.emit("step", **event)
+            event = self._reports.over(step, self.steps_done, tokens, time.perf_counter() - started)
             self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
         if self._witness is not None:
             progress = ({} if self._user.is_late else self._progress()) | {"loss": self.last["loss"]}
@@ -216,8 +191,8 @@ class Engine:
 
         For a loop with ``is_late = True``, while the step waits for it and has updated nothing.
         """
-        assert self._late is not None
-        self._late.hyper = self._run.optimizer.snapshot()
+        assert self._runner.late is not None
+        self._runner.late.hyper = self._run.optimizer.snapshot()
 
     def complete_step(self, again: bool = False) -> bool:
         """Take the loader's state, which a loop has changed since the newest step; its commit waits for this.
@@ -227,7 +202,7 @@ class Engine:
         step was not completed before.
         """
         assert not self.held.in_use, "the step is under way"
-        step, self._late = self._late, None
+        step, self._runner.late = self._runner.late, None
         if step is None and again:
             progress = self._progress()
             self._positions |= {k: progress[k] for k in POSITIONS if k in progress}
@@ -236,7 +211,7 @@ class Engine:
         if step is None:
             return False
         assert step.late_progress is not None
-        with self._closing_on_error():
+        with self._runner.closing_on_error():
             progress = self._progress()
         self._positions = {k: progress[k] for k in POSITIONS if k in progress} | step.all_results()
         step.late_progress.set_result(progress | {"skipped_steps": self.skipped_steps - step.skipped})
@@ -271,12 +246,14 @@ class Engine:
                 raise BadInput("an evaluation needs at least one micro-batch")
             return self._steps.counts(micro_batches)
 
-        self._check_usable()
+        self._runner.check_usable()
         micro_batches = self._ask_about_labels("an evaluation", micro_batches, loss_fn)
-        micro_batches, counts = self._call_with("an evaluation", micro_batches, loss_fn, counted)
+        micro_batches, counts = self._runner.call_with("an evaluation", micro_batches, loss_fn, counted)
         weights = self._steps.weights(counts, len(micro_batches))
         losses = self._losses(micro_batches, loss_fn)
-        gathered = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
+        gathered = self._runner.call(
+            "the end of an evaluation", lambda: list(zip(losses, weights, strict=True))
+        )
         losses, weights = zip(*(pair for each in gathered for pair in each), strict=True)
         return mean_of(losses, weights) if any(weight != 0 for weight in weights) else math.nan
 
@@ -289,7 +266,7 @@ class Engine:
         """
         if not self._steps.may_ask:
             return micro_batches
-        batches, gathered = self._call_with(
+        batches, gathered = self._runner.call_with(
             f"{what}, whose labels are counted",
             micro_batches,
             loss_fn,
@@ -302,7 +279,7 @@ class Engine:
         try:
             losses = self._losses(pair, loss_fn)
         except Exception as error:
-            if self._closed:
+            if self._runner.is_closed:
                 raise
             raise BadInput(
                 f'normalize="tokens" asks the model whether it counts the first of its "labels", with a micro-batch of'
@@ -310,7 +287,7 @@ class Engine:
                 " number of target tokens instead."
             ) from error
         answer = None if mine is None else not first_label_counts(losses)
-        answers = self._call(f"{what}, whose labels are known", lambda: answer)
+        answers = self._runner.call(f"{what}, whose labels are known", lambda: answer)
         self._steps.shifts = next((each for each in answers if each is not None), None)
         return batches
 
@@ -359,7 +336,7 @@ class Engine:
     @on_host_by_default
     def save(self) -> None:
         """Commit the present state. It is durable when this returns."""
-        self._check_usable()
+        self._runner.check_usable()
         if self.durable_step == self.steps_done and not self._is_behind:
             return
         self.wait()
@@ -369,18 +346,15 @@ class Engine:
     @on_host_by_default
     def wait(self) -> None:
         """Wait until everything under way is over: updates done, and the commit, where one was due, durable."""
-        self._check_usable()
-        self._refuse_incomplete()
-        with self._closing_on_error():
-            self._executor.drain()
+        self._runner.wait()
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, by rank, at ``what``, a place that all ranks have to reach.
 
         Collective: every rank must call this. Raises ``RankFailed`` if another rank makes another call.
         """
-        self._check_usable()
-        return self._call(what, lambda: value)
+        self._runner.check_usable()
+        return self._runner.call(what, lambda: value)
 
     @on_host_by_default
     def state_dict(self, *, trained: bool = False, keep: Keep | None = as_it_is) -> dict[str, torch.Tensor]:
@@ -395,24 +369,17 @@ class Engine:
                 the tensor to hold in its place. By default the value itself, so that all are in memory at once. None
                 on a rank that is to get nothing.
         """
-        self._check_usable()
-        self._refuse_edits(self._call("state_dict", self.held.edited))
+        self._runner.check_usable()
+        self._refuse_edits(self._runner.call("state_dict", self.held.edited))
         return self._values(trained, keep)
 
     def _values(self, trained: bool = False, keep: Keep | None = as_it_is) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
         alone = self._run.data_parallel.alone
-        with self._untold(), nullcontext() if alone else self._closing_on_error():
+        with self._reports.uncounted(), nullcontext() if alone else self._runner.closing_on_error():
             values = trained_values if trained else state_dict
             return values(self._run, self.held.captured, keep)
-
-    @contextmanager
-    def _untold(self) -> Iterator[None]:
-        """Count the bytes that the body moves for no step in the event log."""
-        before = traffic(self._run)
-        yield
-        self._told = difference(traffic(self._run), difference(before, self._told))
 
     @on_host_by_default
     def close(self) -> None:
@@ -423,29 +390,29 @@ class Engine:
         values of the newest commit.
         """
         held = self.held
-        if self._closed:
+        if self._runner.is_closed:
             if held.is_owed:
                 held.give_back(newest_values(self._run, held.were_real))
             return
         held.is_owed = bool(held.were_real)
         edited: list[str] = []
         trained: dict[str, torch.Tensor] = {}
-        with self._closing_on_error():
-            self._refuse_incomplete()
+        with self._runner.closing_on_error():
+            self._runner.refuse_incomplete()
             self._executor.drain()
-            self._timelines.end()
+            self._reports.end()
             if self._rules.commit_every:
                 self.save()
             if self._run.data_parallel.rank == 0:
                 say_closed(self._run.store.root)
-            gathered = self._call("close", lambda: (bool(held.were_real), held.edited()))
+            gathered = self._runner.call("close", lambda: (bool(held.were_real), held.edited()))
             edited = sorted({name for _, found in gathered for name in found})
             if any(real for real, _ in gathered):
                 self._run.residency.pool.free_idle()
                 give_back_freed()  # as the values of the whole model come
                 trained = self._values()
-            self._call("the end of close")  # no rank leaves before all have their values
-        self._shut_down()
+            self._runner.call("the end of close")  # no rank leaves before all have their values
+        self._runner.close()
         held.give_back({name: trained[name] for name in held.were_real})
         if edited:
             warnings.warn(f"{edits_text(edited)}: it was lost", stacklevel=3)
@@ -456,7 +423,7 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        elif not self._closed:
+        elif not self._runner.is_closed:
             if issubclass(
                 kind, (Exception, SystemExit)
             ):  # an error of the script's own: what was computed is still committed
@@ -468,10 +435,7 @@ class Engine:
     @on_host_by_default
     def give_up(self) -> None:
         """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
-        if self._late is not None and self._late.late_progress is not None:
-            self._late.late_progress.cancel()
-        self._executor.abort()
-        self._shut_down()
+        self._runner.give_up()
 
     def interrupt(self) -> None:
         """Make a step that runs on another thread raise ``KeyboardInterrupt`` at its next safe point."""
@@ -482,7 +446,7 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         """True once the engine is closed, or has failed."""
-        return self._closed
+        return self._runner.is_closed
 
     @property
     def operations(self) -> dict[Any, list[Op]]:
@@ -506,15 +470,15 @@ class Engine:
 
     def _catch_up(self) -> None:
         """Bring all weights up to the last step."""
-        self._check_usable()
+        self._runner.check_usable()
         if self._is_behind:
             self.wait()
             self._save(commit=self._rules.commit_every > 0)
 
     def _save(self, commit: bool) -> None:
         step = self._steps.saving(self.steps_done - 1, self._progress() | self._positions, commit)
-        with self._other_sizes(), self._closing_on_error(), self._running(step):
-            self._call(f"save after step {self.steps_done}")
+        with self._runner.other_sizes(), self._runner.closing_on_error(), self._runner.running(step):
+            self._runner.call(f"save after step {self.steps_done}")
             self._executor.run(step.operations, step)
             self._executor.drain()
 
@@ -552,137 +516,20 @@ class Engine:
 
     def _forward(self, calls: list[Callable[[], Any]], takes_loss: bool = False) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""
-        self._check_usable()
+        self._runner.check_usable()
         self._catch_up()
-        self._refuse_edits(self._call(f"a forward pass of {len(calls)} micro-batches", self.held.edited))
+        self._refuse_edits(
+            self._runner.call(f"a forward pass of {len(calls)} micro-batches", self.held.edited)
+        )
         results: list[Any] = []
         together = self._plan.evaluation_batches
-        with evaluating(self._run.model), self._other_sizes(), self._untold():
+        with evaluating(self._run.model), self._runner.other_sizes(), self._reports.uncounted():
             for start in range(0, len(calls), together):
                 step = self._steps.evaluation(calls[start : start + together])
-                with self._only_losing(), torch.no_grad(), self._running(step, takes_loss):
+                with self._runner.only_losing(), torch.no_grad(), self._runner.running(step, takes_loss):
                     self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
         return results
-
-    @contextmanager
-    def _running(self, step: Step, takes_loss: bool = False) -> Iterator[None]:
-        """Patch the model and keep the random generators while ``step`` runs; no thread of the step outlives this
-        context.
-
-        If it ``takes_loss`` of the model and nothing else, the loss is computed in chunks of tokens.
-        """
-        grad = torch.is_grad_enabled()
-        device = self._run.device.torch_device
-        with deferred() as safe_point, rng.own_generators(device, safe_point):
-            self._executor.safe_point = safe_point
-            self._run.device.begins()
-            self.held.in_use = True
-            try:
-                coroutines = [batch.coroutine for batch in step.micro_batches]
-                chunked = self._head.applied() if takes_loss and self._head is not None else nullcontext()
-                absent = self._run.absent.installed()
-                with self._run.patch.applied(), chunked, absent, all_cancelled(coroutines):
-                    yield
-            finally:
-                self.held.in_use = False
-                self._run.attributes.end()
-                torch.set_grad_enabled(grad)  # an interrupt may have left it otherwise
-
-    @contextmanager
-    def _other_sizes(self) -> Iterator[None]:
-        """Free idle buffers before and after a pass of other sizes than a step of MeZO.
-
-        Memory is planned for one of the two at a time: a step of MeZO, or catching up and evaluations.
-        """
-        self._free_idle()
-        yield
-        self._free_idle()
-
-    def _free_idle(self) -> None:
-        if self._run.zeroth is not None:
-            self.wait()
-            self._run.residency.pool.free_idle()
-
-    @contextmanager
-    def _only_losing(self) -> Iterator[None]:
-        """Let an error of the model in an evaluation end only the evaluation. Any other error closes the engine."""
-        with self._closing_on_error():
-            try:
-                yield
-                return
-            except Exception as error:
-                if not self._run.data_parallel.alone:  # the other ranks continue the evaluation
-                    raise
-                self._executor.recover()  # raises the failure, unless it was a computation's
-                self._run.residency.drop_pass("evaluate", TIED)
-                failed = error
-        raise failed
-
-    @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.give_up()
-            raise
-
-    def _shut_down(self) -> None:
-        """Stop everything and unpatch the model. Nothing more is written."""
-        if self._closed:
-            return
-        self._closed = True
-        closed(self)
-        self.held.unguard()
-        self._run.data_parallel.close()
-        self._executor.close()
-        self._run.optimizer.close()
-        self._run.device.close()
-        self.held.release()
-        self._run.store.queue.close()  # nothing is under way any more when files are closed
-        self._run.store.close()
-        self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
-        if self._run.zeroth is not None:
-            self._run.zeroth.release()
-        self._run.experts.release()
-        self._run.residency.release()
-        moved = by_lane(traffic(self._run))
-        self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step, moved=moved)
-        self._events.close()
-
-    def _call(
-        self, what: str, check: Callable[[], Any] = lambda: None, how: Callable[[], str] = lambda: ""
-    ) -> list[Any]:
-        """Return what ``check`` returns on each rank; all ranks must call ``what`` now.
-
-        ``BadInput`` is raised on all ranks, and all engines stay usable. After any other error of several ranks none is
-        usable.
-        """
-        try:
-            return self._run.data_parallel.call(what, check, how)
-        except BadInput:
-            raise
-        except Exception:
-            if not self._run.data_parallel.alone:
-                self.give_up()
-            raise
-
-    def _call_with(
-        self,
-        what: str,
-        micro_batches: Sequence[Any],
-        loss_fn: Callable[..., Any] | None,
-        check: Callable[[Sequence[Any]], Any],
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the checked micro-batches of this rank, and what ``check`` returns for those of each rank."""
-        batches: list[Any] = []
-
-        def checked() -> Any:
-            batches.extend(checked_batches(micro_batches, loss_fn, self._run.patch.blocks))
-            return check(batches)
-
-        gathered = self._call(what, checked, lambda: f" with {len(batches)} micro-batches")
-        return batches, gathered
 
     def _rates(self) -> dict[str, Any]:
         """Return the hyper-parameters of a step, which must be equal on all ranks; empty in a process without
@@ -694,7 +541,7 @@ class Engine:
     def _refuse_unlike_rates(self, what: str, digests: Sequence[str]) -> None:
         """Raise ``BadInput`` on all ranks unless the ``digests`` of their hyper-parameters are equal."""
         if len(set(digests)) > 1:
-            gathered = self._call(f"{what}, whose hyper-parameters differ", self._rates)
+            gathered = self._runner.call(f"{what}, whose hyper-parameters differ", self._rates)
             refuse_unlike(gathered, "hyper-parameters", "Set the same on all ranks before a step")
 
     def _refuse_edits(self, found: Sequence[Sequence[str]]) -> None:
@@ -703,26 +550,13 @@ class Engine:
         if not edited:
             return
         self.wait()
-        with self._closing_on_error():
+        with self._runner.closing_on_error():
             self.held.undo_edits()
         raise BadInput(
             f"{edits_text(edited)}. The run's values were put back, and the engine goes on with them. To change"
             " them, take engine.state_dict() and close() the engine, load what you have changed into the model, and"
             " begin a run in another directory."
         )
-
-    def _refuse_incomplete(self) -> None:
-        if self._late is not None:
-            raise EngineFailed(
-                f"the loop has not completed step {self.steps_done}, whose commit waits for its state"
-            )
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise EngineFailed(
-                f"this engine is closed; its run is whole up to step {self.durable_step}. Build a new one with "
-                "holdfast.offload to resume."
-            )
 
     # Progress
 
@@ -753,12 +587,8 @@ class Engine:
             self._steps.resume(found.progress)
             if self._run.zeroth is not None:
                 self._run.zeroth.resume(found.progress, self._run.units)
-        self._free_idle()
-        self._told = traffic(self._run)
-        about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
-        self._events.emit("engine", **about)
-        if self._plan.prediction is not None:
-            self._events.emit("plan", **self._plan.prediction.event())
+        self._runner.free_idle()
+        self._reports.engine_begins(self.preflight, self.steps_done)
 
     def _progress(self) -> dict[str, Any]:
         """Return this rank's progress after the present step: everything besides tensors that a resume needs."""

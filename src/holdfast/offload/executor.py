@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from ..optim.torch_threads import Lane
@@ -167,15 +168,15 @@ class Executor:
             self._listed = operations
             for priority, op in enumerate(operations):
                 task = mine[op.key] = Task(op, step, priority)
-                needed = [mine[key] for key in op.needs]
+                needed = [*map(mine.__getitem__, op.needs)]
                 if op.lane == COMPUTE:
                     needed, held = [*needed, *held], []
-                needed += [earlier[key] for key in op.needs_previous if key in earlier]
+                needed += filter(None, map(earlier.get, op.needs_previous))
                 if op.lane == EXCHANGE:
                     needed += [] if self._exchanged is None else [self._exchanged]
                     self._exchanged = task
                 for other in needed:
-                    follows = self._follows(task, other)
+                    follows = bool(self._ahead) and self._follows(task, other)
                     if not (other.over or (follows and other.begun)):
                         (other.followers if follows else other.dependents).append(task)
                         task.missing += 1
@@ -250,7 +251,8 @@ class Executor:
                 self._changed.notify_all()
         future.add_done_callback(lambda done: self._finish(task, done.exception()))
         task.thread = None
-        self._dispatch(ready)
+        if ready:
+            self._dispatch(ready)
 
     def _released(self, waiting: list[Task]) -> list[Task]:
         """Count down what each task in ``waiting`` still misses, and empty the list.
@@ -263,7 +265,7 @@ class Executor:
             if other.missing == 0 and other.op.lane != COMPUTE:
                 ready.append(other)
         waiting.clear()
-        return sorted(ready, key=lambda task: task.priority)
+        return sorted(ready, key=attrgetter("priority"))
 
     def _drop(self, tasks: list[Task]) -> None:
         """Drop the tasks of a step in which a computation failed, so that none of them starts."""
@@ -296,7 +298,8 @@ class Executor:
             task.step = None
             self._running.discard(task)
             self._changed.notify_all()
-        self._dispatch(ready)
+        if ready:
+            self._dispatch(ready)
 
     def _wait_for(self, task: Task) -> None:
         """Wait until no operation that ``task`` needs is missing."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,15 +29,17 @@ from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
 from .memory.expert_reader import ExpertReader
-from .memory.graph_sizes import GraphGauge
 from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, ParameterSamples, Residency
-from .mezo_engine import ZerothOrderState
 from .model.absent_parameters import AbsentParameters
 from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
 from .model.microbatches import Coroutine
+
+if TYPE_CHECKING:
+    from .ops.mezo_ops import ZerothOrderState
+    from .recomputation import GraphGauge
 
 
 @dataclass
@@ -147,6 +149,16 @@ class Runtime:
     def share(self, unit: BlockState) -> float:
         """Return the fraction of all trained elements that ``unit`` has."""
         return unit.elements / sum(each.elements for each in self.units)
+
+    def close(self) -> None:
+        """Close the store and release all memory. Nothing may be under way."""
+        self.store.queue.close()  # nothing is under way any more when files are closed
+        self.store.close()
+        self.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
+        if self.zeroth is not None:
+            self.zeroth.release()
+        self.experts.release()
+        self.residency.release()
 
 
 class InputScratch:

@@ -1,7 +1,12 @@
 """The making of a ``Step`` with its operations from the micro-batches and options that a caller gives the engine.
 
-Steps of the same shape share one operation list. The weight of each micro-batch, and the loss scale, are decided here.
-Called by the engine at every step.
+Steps of the same shape share one operation list. The weight of each micro-batch, and the loss scale, are decided here,
+and how a step clips. Updates may wait for the gradient norm or be made at once on a guess, with the same bits
+(``Clipping``); which is faster depends on the machine and on how often a guess is wrong. A run begins by waiting, since
+early training clips often. Once at least half of the recent steps would have been guessed right, guessing is tried;
+from then on the way with the lower expected time is taken. A step after a change is not measured, because updates of
+the step before were under way in it. On a run that clips every step nothing is tried. Of several ranks the first one's
+choice holds for all. Called by the engine at every step.
 """
 
 from __future__ import annotations
@@ -19,9 +24,12 @@ from ..schedule.work import ClippingMode, StepShape, kept_blocks
 from .loss_scaling import LossScale, depends_on_shift, shares, target_tokens
 from .model.microbatches import Coroutine, OwnCall, autocast_state, casts, late_call
 from .offload_options import Clipping, Durability, Precision
+from .recomputation import RecomputationChoice
 from .runtime import MicroBatch, Runtime, Step
 from .setup.step_planning import LISTS, RunPlan
-from .step_choices import DEFER, SPECULATE, ClippingChoice, RecomputationChoice
+
+DEFER: ClippingMode = "defer"
+SPECULATE: ClippingMode = "speculate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +109,8 @@ class StepMaker:
         """True if the model shifts labels; None until that has been asked."""
         self.lists: dict[tuple[str, StepShape], list[Op]] = {}
         """The operation lists made so far, by schedule and shape."""
+        self._held_copies: dict[StepShape, frozenset[int]] = {}
+        """The result of ``held_copies`` for the lists of training steps, by shape."""
 
     @property
     def may_ask(self) -> bool:
@@ -170,6 +180,8 @@ class StepMaker:
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams
         operations = self._listed(rules.schedule, shape)
+        if shape not in self._held_copies:
+            self._held_copies[shape] = held_copies(operations)
         return Step(
             number=number,
             shape=shape,
@@ -182,7 +194,7 @@ class StepMaker:
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,
             loss_scale=self.loss_scale,
-            held_copies=held_copies(operations),
+            held_copies=self._held_copies[shape],
             kept=kept_blocks(shape, len(self._run.blocks)),
             must_repeat=rules.chooses_recomputed,
             gauge=None if self._recomputation is None else self._recomputation.gauge(),
@@ -231,3 +243,56 @@ class StepMaker:
             make = LISTS.get(schedule, forward_only)
             found = self.lists[schedule, shape] = make(self._plan.work, self._plan.placement, shape)
         return found
+
+
+TRIED_BELOW = 0.5
+"""The share of wrong guesses below which guessing is tried for the first time."""
+MEASURED = 3
+"""Measured steps that a decision needs."""
+CLEARLY = 0.97
+"""The factor by which guessing must be faster than waiting to be begun again."""
+WRONG_COST = 2.0
+"""The assumed time of a step guessed wrong, in steps guessed right, until one was measured."""
+RECENT_SHARE, RECENT_SECONDS = 1 / 8, 1 / 4
+"""The weights of the newest step in the running means."""
+
+
+class ClippingChoice:
+    """The choice of one run, by running means of the times that its steps took in both ways."""
+
+    def __init__(self) -> None:
+        self.mode = DEFER
+        """The way of the next step."""
+        self.wrong_share = 1.0
+        """The running share of steps whose guess was wrong, or would have been."""
+        self._seconds: dict[tuple[ClippingMode, bool], float] = {}
+        """The running mean time of a step, by its way and by whether it was guessed wrong (False while waiting)."""
+        self._since_change = -1
+
+    def over(self, mode: ClippingMode, clipped: bool, seconds: float) -> None:
+        """Note a step, and choose the way of the next one.
+
+        Args:
+            mode: The way in which it was done.
+            clipped: Whether a guess that nothing is clipped or skipped was wrong, or would have been.
+            seconds: Its time.
+        """
+        self.wrong_share += (clipped - self.wrong_share) * RECENT_SHARE
+        self._since_change += 1
+        if mode == self.mode and self._since_change > 0:
+            key = mode, clipped and mode == SPECULATE
+            before = self._seconds.get(key, seconds)
+            self._seconds[key] = before + (seconds - before) * RECENT_SECONDS
+        chosen = self._chosen()
+        if chosen != self.mode:
+            self.mode, self._since_change = chosen, -1
+
+    def _chosen(self) -> ClippingMode:
+        if self._since_change < MEASURED:
+            return self.mode
+        waiting, right = self._seconds.get((DEFER, False)), self._seconds.get((SPECULATE, False))
+        if right is None or waiting is None:
+            return SPECULATE if self.wrong_share < TRIED_BELOW else DEFER
+        wrong = self._seconds.get((SPECULATE, True), WRONG_COST * right)
+        guessing = right + (wrong - right) * self.wrong_share
+        return SPECULATE if guessing < waiting * (1.0 if self.mode == SPECULATE else CLEARLY) else DEFER

@@ -59,7 +59,7 @@ def work_of(setting: Setting) -> Work:
         input_bytes=round_up(s.input_bytes),
         resident_state_bytes=count * part.state_bytes,
         resident_cut=(part,) * count,
-        resident_param_bytes=s.resident_elements * method.param_bytes + s.frozen_resident_bytes,
+        resident_param_bytes=s.resident_elements * method.param_bytes + s.model.frozen_resident_bytes,
         resident_trained_param_bytes=s.resident_elements * method.param_bytes,
         resident_grad_bytes=count * part.grad_bytes,
         resident_elements=s.resident_elements,

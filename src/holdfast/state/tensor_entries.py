@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -61,7 +62,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The key of the tensor in a payload file."""
         return f"{self.name}/{self.slot}"

@@ -92,11 +92,7 @@ class Rank:
     """The optimizer file of a data-parallel rank; ``state`` is its optimizer's state dict."""
 
     def __init__(self, archive: Archive, state: dict[str, Any]) -> None:
-        self.archive, self.state = archive, state
-
-    @property
-    def path(self) -> Path:
-        return self.archive.path
+        self.archive, self.path, self.state = archive, archive.path, state
 
     def value(self, contents: ReadFiles, value: Tensor | Number) -> Value:
         """Read a single number of the file."""

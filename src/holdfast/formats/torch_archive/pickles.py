@@ -250,8 +250,12 @@ def _written_out(value: Any) -> int:
         if id(top) in counts:
             stack.pop()
             continue
-        inside, own = _inside(top), len(top) if isinstance(top, str | bytes | bytearray) else 1
-        left = [each for each in inside if id(each) not in counts]
+        count, depth, left = len(top) if isinstance(top, str | bytes | bytearray) else 1, 1, []
+        for each in _inside(top):
+            if (found := counts.get(id(each))) is None:
+                left.append(each)
+            else:
+                count, depth = count + found[0], max(depth, found[1] + 1)
         if left and id(top) in begun:
             raise ValueError("it holds itself")
         if left:
@@ -259,9 +263,8 @@ def _written_out(value: Any) -> int:
             stack += left
             continue
         stack.pop()
-        found = [counts[id(each)] for each in inside]
-        counts[id(top)] = own + sum(count for count, _ in found), 1 + max((d for _, d in found), default=0)
-        if counts[id(top)][1] > MOST_DEPTH:
+        counts[id(top)] = count, depth
+        if depth > MOST_DEPTH:
             raise ValueError(f"it is more than {MOST_DEPTH} deep")
     return counts[id(value)][0]
 

@@ -87,6 +87,7 @@ class BlockState:
         parameters in ``routed`` are experts, which are read one by one and are no part of the compute copy.
         """
         self.name, self.dtype, self._optimizer, self.may_split = name, dtype, optimizer, may_split
+        self._slots: dict[tuple[int, tuple[int, ...]], Slots] = {}
         experts = [one for one in owned if one.captured.name in routed]
         owned = [one for one in owned if one.captured.name not in routed]
         self.routed = [ParameterEntry(one, -1, -1, _copy_dtype(one, dtype)) for one in experts]
@@ -288,8 +289,11 @@ class BlockState:
 
     def member_slots(self, member: ParameterEntry | ParameterShard) -> Slots:
         """Return what the optimizer keeps for a parameter or a fragment, with the count of its updates."""
-        slots = self.kept(member)
-        return replace(slots, scalars={**slots.scalars, STEP: torch.float32})
+        key = member.group, member.shape
+        if key not in self._slots:
+            slots = self.kept(member)
+            self._slots[key] = replace(slots, scalars={**slots.scalars, STEP: torch.float32})
+        return self._slots[key]
 
     def _state_entries(
         self, pieces: Sequence[ParameterShard], buffers: Mapping[str, BufferPlace]
@@ -393,11 +397,8 @@ class BlockState:
         image.zero_()
         for piece in file.pieces:
             file.set_values(image, piece.name, piece.of(values[piece.name]))
-            if (
-                not file.is_split
-                and piece.member.trained
-                and self.member_slots(piece.member).master_bits == 24
-            ):
+            is_master = piece.member.trained and not file.is_split
+            if is_master and self.member_slots(piece.member).master_bits == 24:
                 round_to_24_bits(file.view(image, piece.name))
         if file is self.tiles[0]:
             self.write_buffers(image, self.buffer_values())

@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -57,17 +57,6 @@ class HostDevice:
 
     def begins(self) -> None:
         """Begin a step on the calling thread."""
-
-    def lane(self, op: Op) -> AbstractContextManager[None]:
-        """Run the body of ``op`` on the lane of the operation, after the operations that it needs."""
-        return nullcontext()
-
-    def ended(self, op: Op) -> Future | None:
-        """Return a future that is done when ``op`` is over on the device; None if ``op`` is over already.
-
-        Called when all of ``op`` has been queued.
-        """
-        return None
 
     def close(self) -> None:
         """Release streams and threads. Nothing may be under way."""
@@ -155,6 +144,7 @@ class SeparateDevice:
 
     @contextmanager
     def lane(self, op: Op) -> Iterator[None]:
+        """Run the body of ``op`` on the lane of the operation, after the operations that it needs."""
         stream = self._streams.get(op.lane)
         if stream is None:
             yield
@@ -173,6 +163,10 @@ class SeparateDevice:
             raise
 
     def ended(self, op: Op) -> Future | None:
+        """Return a future that is done when ``op`` is over on the device; None if it does not run there.
+
+        Called when all of ``op`` has been queued.
+        """
         stream = self._streams.get(op.lane)
         if stream is None:
             return None

@@ -39,11 +39,11 @@ class ParameterEntry:
         """The dtype of its values outside of files and copies: fp32, or its own if it is kept as stored."""
         return self.copy_dtype if self.owned.captured.as_stored else torch.float32
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.owned.captured.name
 
-    @property
+    @cached_property
     def trained(self) -> bool:
         return self.owned.captured.trained
 
@@ -55,7 +55,7 @@ class ParameterEntry:
     def elements(self) -> int:
         return self.owned.captured.parameter.numel()
 
-    @property
+    @cached_property
     def group(self) -> int:
         assert self.owned.captured.group is not None
         return self.owned.captured.group
@@ -100,23 +100,23 @@ class ParameterShard:
     copy_at: int
     grad_at: int
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.member.name
 
-    @property
+    @cached_property
     def group(self) -> int:
         return self.member.group
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         return self.elements == self.member.elements
 
-    @property
+    @cached_property
     def box(self) -> Region:
         """The fragment's region of the parameter."""
         shape = self.member.shape
@@ -125,7 +125,7 @@ class ParameterShard:
         width = prod(shape[1:])
         return Region((self.start // width, *(0 for _ in shape[1:])), (self.stop // width, *shape[1:]))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return self.box.shape
 

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ...errors import BlockInputChanged, ModelNotSupported
-from ..memory.transfer_pool import Form
+from ..memory.residency import Form
 from .input_changes import fingerprint, hidden_gradient
 from .microbatches import Autocast, BlockCall
 

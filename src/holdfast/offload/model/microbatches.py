@@ -257,7 +257,7 @@ def casts(autocast: Autocast) -> bool:
 def autocast_state() -> Autocast:
     """Return this thread's autocast settings."""
     kinds = ("cpu", current_kind() or "cuda")
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
 
 
 def autocast_as(wanted: Autocast, cached: bool = True) -> AbstractContextManager[object]:
@@ -280,7 +280,8 @@ def _autocast(modes: Iterable[tuple[str, bool, torch.dtype]], cached: bool) -> I
 
 def without_autocast() -> AbstractContextManager[object]:
     """Return a context without autocast, whatever the engine's caller has set."""
-    return autocast_as(tuple((kind, False, dtype) for kind, _, dtype in autocast_state()))
+    enabled = [(kind, False, dtype) for kind, is_on, dtype in autocast_state() if is_on]
+    return _autocast(enabled, True) if enabled else nullcontext()
 
 
 def hand_over(blocks: Blocks) -> BlockFunction:

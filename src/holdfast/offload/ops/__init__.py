@@ -8,10 +8,13 @@ from functools import partial
 from typing import Any
 
 from ...schedule.operations import Op
+from ..memory.device import SeparateDevice
 from ..runtime import Runtime, Step
 from . import commit_ops, compute, gradient_ops, input_ops, mezo_ops, parameter_ops, state_ops
 
-KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
+Function = Callable[[Runtime, Op, Step], Future | None]
+"""The function of one kind of operation."""
+KINDS: dict[str, Function] = {
     "load_params": parameter_ops.load,
     "gather_params": parameter_ops.gather,
     "upload_params": parameter_ops.upload,
@@ -53,7 +56,7 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "catch_up_resident": mezo_ops.catch_up_resident,
     "commit": commit_ops.commit,
 }
-REDO: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
+REDO: dict[str, Function] = {
     "load_state": commit_ops.load,
     "load_grads": commit_ops.load_grads,
     "update": commit_ops.update,
@@ -64,13 +67,17 @@ REDO: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
 
 def handlers(runtime: Runtime) -> dict[str, Callable[[Op, Any], Future | None]]:
     """Return the handler of every kind of operation, bound to ``runtime``."""
-    return {kind: partial(_handle, runtime, function) for kind, function in KINDS.items()}
+    handle = _handle if runtime.device.unified else _handle_on_device
+    return {kind: partial(handle, runtime, function) for kind, function in KINDS.items()}
 
 
-def _handle(
-    run: Runtime, function: Callable[[Runtime, Op, Step], Future | None], op: Op, step: Step
-) -> Future | None:
+def _handle(run: Runtime, function: Function, op: Op, step: Step) -> Future | None:
+    return (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)
+
+
+def _handle_on_device(run: Runtime, function: Function, op: Op, step: Step) -> Future | None:
+    assert isinstance(run.device, SeparateDevice)
     with run.device.lane(op):
-        future = (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)
+        future = _handle(run, function, op, step)
     over = run.device.ended(op)
     return future or over

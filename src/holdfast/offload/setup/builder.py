@@ -25,15 +25,14 @@ from .. import rng
 from ..data_parallel import DataParallelGroup
 from ..memory.block_states import BlockState, as_tensor
 from ..memory.device import Device
-from ..memory.residency import Residency
-from ..memory.transfer_pool import CROSSING
+from ..memory.residency import CROSSING, Residency
 from ..memory.unit_files import ExpertFile, StateTile, UnitFile
-from ..mezo_engine import ZerothOrderState
 from ..model.blocks import Patch
 from ..model.initial_values import Init, initial_values
 from ..model.microbatches import hand_over
 from ..model.model_parts import ModelParts
 from ..model.quantised_layers import is_quant_state, set_quant_state
+from ..ops.mezo_ops import ZerothOrderState
 from ..runtime import InputScratch, Runtime, StoredBlock
 from .drive_setup import Drives
 from .engine_resume import ReshardedCommit, other_layout

@@ -33,8 +33,8 @@ from ..model.model_parts import ModelParts, ties_streamed
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
-from ..step_choices import DEFER, can_measure
-from ..steps import StepRules
+from ..recomputation import can_measure
+from ..steps import DEFER, StepRules
 from .automatic_placement import Planner
 from .checks import (
     check_budget,

@@ -181,6 +181,15 @@ class Wanted:
             planned=chosen and by_rates,
         )  # fmt: skip
 
+    def usual(self, shape: StepShape) -> StepShape:
+        """Return ``shape`` with the fractions of a step where none of those to be chosen is known yet."""
+        delayed, recomputed = self.delayed_fraction, self.recomputed_fraction
+        return replace(
+            shape,
+            delayed_fraction=0.0 if delayed == "auto" else delayed,
+            recomputed_fraction=1.0 if recomputed == "auto" else recomputed,
+        )
+
 
 def make_plan(
     parts: ModelParts,
@@ -206,11 +215,7 @@ def make_plan(
         measured, device.unified, update_workers=update_workers, guesses=shape.clipping == "speculate"
     )
     lists = LISTS[schedule]
-    usual = replace(
-        shape,
-        delayed_fraction=0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction,
-        recomputed_fraction=1.0 if wanted.recomputed_fraction == "auto" else wanted.recomputed_fraction,
-    )
+    usual = wanted.usual(shape)
     fit = partial(
         choose, work, usual, host_budget, schedule=lists, device_budget_bytes=budget.device_bytes(),
         order=STATE_FIRST if schedule == ZEROTH else ORDER, waiting_bytes=inf if room is None else room / 2,

@@ -32,9 +32,6 @@ RECYCLED = "recycled"
 
 COMPUTE, OPTIMIZER, BUS, SSD = "computing", "optimizer", "copies", "SSD"
 
-MARGIN_MICRO_BATCHES = 4
-"""Micro-batches of each block whose inputs always stay in host memory, in the paper's engine."""
-
 PROCESS_BYTES = 512 * MiB
 """Host memory of Python, torch and its kernels."""
 
@@ -63,14 +60,13 @@ def forward(s: Setting) -> Phase:
         s.delayed_fraction,
     )
     passes = _forward_passes(s)
-    again = 1 - delayed if s.method.paper else 1.0
     written = delayed * (_updated(s) + _stored(s, state)) + passes * inputs
     return Phase(
         compute_seconds=passes * m * s.forward_seconds,
         updated_elements=delayed * s.elements,
         up=Affine(passes * ((m - stay) * size + s.param_bytes + s.model.routed.reads(m)[0])),
         down=Affine(m * size),
-        read=passes * (again * params + s.model.routed.reads(m)[0])
+        read=passes * (params + s.model.routed.reads(m)[0])
         + delayed * (_read_by_update(s, state, _copies_alone(s)) + on_ssd(s, "gradients")),
         written=written
         + (_each_commit(s) if s.saving.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
@@ -171,9 +167,33 @@ def waiting_bytes(s: Setting) -> float:
 
 
 def host_bytes(s: Setting) -> Affine:
-    """Return the most host memory that is held."""
-    held = _paper_host_bytes(s) if s.method.paper else _host_bytes(s)
-    return held + waiting_bytes(s) * (Affine.of("gradients") - Affine.of(RECYCLED))
+    """Return the most host memory that is held: that of the operation lists' slots, and of what stays.
+
+    A buffer for moving what does not stay is counted in proportion to how much moves.
+    """
+    params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
+    m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
+    stay = _all_stay(s)
+    rows = (s.units - stay) * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs)
+    rows += (1 - stay) * (m + 1) + m * shares
+    held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
+    resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
+    resident += s.model.frozen_resident_bytes
+    return (
+        rows * size
+        + s.param_bytes * s.blocks * params
+        + (s.largest_param_bytes * _param_slots(s) + s.tied_param_bytes) * (1 - params)
+        + _updated(s) / s.tiles * UPDATED_SLOTS
+        + s.state_bytes * (s.blocks * state + _state_slots(s) / s.tiles * (1 - state))
+        + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
+        + (s.resident_state_bytes if s.saving.resident_state else 0)
+        + s.saving.grad_slots * s.largest_grad_bytes
+        + s.tied_grad_bytes * (1 - waiting(s) * Affine.of("gradients"))
+        + resident
+        + (s.workspace_bytes + s.slot_bytes if shares else s.slot_staging_bytes)
+        + waiting_bytes(s) * (Affine.of("gradients") - Affine.of(RECYCLED))
+        + PROCESS_BYTES
+    )
 
 
 def device_bytes(s: Setting) -> float:
@@ -184,7 +204,9 @@ def device_bytes(s: Setting) -> float:
     stay = _all_stay(s)
     brought = (2 - stay) * device_input_slots(s.input_bytes)
     inputs = (brought + OUTPUT_SLOTS + (1 + stay) * s.micro_batches) * s.input_bytes
-    resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.frozen_resident_bytes
+    resident = (
+        s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.model.frozen_resident_bytes
+    )
     block = DEVICE_SLOTS * s.largest_param_bytes + s.saving.grad_slots * s.largest_grad_bytes
     block += s.tied_param_bytes + s.tied_grad_bytes
     return block + inputs + resident + s.workspace_bytes + s.slot_bytes
@@ -197,11 +219,11 @@ def ssd_bytes(s: Setting) -> Affine:
     """
     method = s.method
     files = method.retain + (1 if method.commit_every == 1 else 2)
-    state = s.blocks * on_ssd(s, "optimizer") if method.retain == 0 else Affine(files * _all_state_bytes(s))
+    state = files * (s.blocks * s.state_bytes + s.resident_state_bytes)
     waits = waiting(s) * s.blocks * on_ssd(s, "gradients")
     routed = s.model.routed
     block = s.model.frozen_block_bytes + routed.count * routed.nbytes
-    frozen = s.blocks * block + s.frozen_resident_bytes
+    frozen = s.blocks * block + s.model.frozen_resident_bytes
     return state + s.blocks * (_updated(s) + _spilled(s)) + waits + frozen
 
 
@@ -233,8 +255,8 @@ def frozen_read_bytes(s: Setting) -> Affine:
 
 def _all_stay(s: Setting) -> bool:
     """Return whether all tensors between two blocks stay on a separate device until they are used."""
-    alone = not (s.machine.device_shares_host or s.method.paper)
-    return alone and s.saving.inputs_stay and inputs_stay_on_device(s.input_bytes, s.micro_batches)
+    may = s.saving.inputs_stay and not s.machine.device_shares_host
+    return may and inputs_stay_on_device(s.input_bytes, s.micro_batches)
 
 
 def _num_staying(s: Setting) -> int:
@@ -250,13 +272,12 @@ def _routed_bytes(s: Setting) -> float:
 
 def _forward_passes(s: Setting) -> float:
     """Return the mean number of forward passes of a block: the last has none of its own, unless the head is a unit."""
-    return 1.0 if s.method.paper or s.tables else (s.blocks - 1) / s.blocks
+    return 1.0 if s.tables else (s.blocks - 1) / s.blocks
 
 
 def _spilled(s: Setting) -> Affine:
     """Return the bytes of one block's inputs that go to the SSD and come back."""
-    count = max(s.micro_batches - MARGIN_MICRO_BATCHES, 0) if s.method.paper else s.micro_batches
-    return count * s.input_bytes * (1 - Affine.of("activations"))
+    return s.micro_batches * s.input_bytes * (1 - Affine.of("activations"))
 
 
 def _each_commit(s: Setting) -> float:
@@ -286,39 +307,6 @@ def _updated(s: Setting) -> Affine:
     return s.trained_param_bytes * (not s.method.is_split) * (1 - Affine.of("params"))
 
 
-def _all_state_bytes(s: Setting) -> float:
-    return s.blocks * s.state_bytes + s.resident_state_bytes
-
-
-def _host_bytes(s: Setting) -> Affine:
-    """Return the host memory of the operation lists' slots, and of what stays.
-
-    A buffer for moving what does not stay is counted in proportion to how much moves.
-    """
-    params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
-    m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
-    stay = _all_stay(s)
-    rows = (s.units - stay) * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs)
-    rows += (1 - stay) * (m + 1) + m * shares
-    held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
-    resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
-    resident += s.frozen_resident_bytes
-    return (
-        rows * size
-        + s.param_bytes * s.blocks * params
-        + (s.largest_param_bytes * _param_slots(s) + s.tied_param_bytes) * (1 - params)
-        + _updated(s) / s.tiles * UPDATED_SLOTS
-        + s.state_bytes * (s.blocks * state + _state_slots(s) / s.tiles * (1 - state))
-        + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
-        + (s.resident_state_bytes if s.saving.resident_state else 0)
-        + s.saving.grad_slots * s.largest_grad_bytes
-        + s.tied_grad_bytes * (1 - waiting(s) * Affine.of("gradients"))
-        + resident
-        + (s.workspace_bytes + s.slot_bytes if shares else s.slot_staging_bytes)
-        + PROCESS_BYTES
-    )
-
-
 def _loads_ahead(s: Setting) -> bool:
     """Return whether compute copies and states are read before they are needed."""
     return s.saving.loads_ahead or not s.machine.device_shares_host
@@ -332,19 +320,3 @@ def _param_slots(s: Setting) -> int:
 def _state_slots(s: Setting) -> int:
     """Return the number of optimizer states in host memory at once, besides those that stay."""
     return STATE_SLOTS if _loads_ahead(s) else SHORT_STATE_SLOTS
-
-
-def _paper_host_bytes(s: Setting) -> Affine:
-    """Return the host memory of the paper's engine.
-
-    It has two buffers for parameters and two for the part updated at once, two for gradients, three for state.
-    """
-    params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
-    m, part = s.micro_batches, max(s.delayed_fraction, 1 - s.delayed_fraction)
-    margin = s.blocks * min(m, MARGIN_MICRO_BATCHES) + 2 * max(m - MARGIN_MICRO_BATCHES, 0)
-    return (
-        s.input_bytes * (s.blocks * m * inputs + m + margin * (1 - inputs))
-        + s.param_bytes * (s.blocks * params + (2 + 2 * (1 - s.delayed_fraction)) * (1 - params))
-        + s.state_bytes * (s.blocks * state + 3 * part * (1 - state))
-        + 2 * part * s.grad_bytes
-    )

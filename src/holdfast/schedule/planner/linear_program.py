@@ -22,8 +22,6 @@ from .training_setting import Affine, Setting
 
 FORWARD, BACKWARD = "forward_seconds", "backward_seconds"
 UNKNOWNS = (*FRACTIONS, RECYCLED, FORWARD, BACKWARD)
-KEEP = {"params": -1.0, "optimizer": -1.0, "activations": -1e-3}
-"""Second cost: of equally fast placements, the paper's authors take the one with most in memory."""
 CLOSE = 1e-7
 """Relative loss of seconds that the second solution may have against the first."""
 
@@ -119,8 +117,7 @@ def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Soluti
 
 def savings(setting: Setting) -> list[MemorySaving]:
     """Return the savings with which the setting fits a separate device; all if it fits with none of them."""
-    every = list(MEMORY_SAVINGS[:1] if setting.method.paper else MEMORY_SAVINGS)
-    every = [each for each in every if each.keeps_copies or setting.method.is_split]
+    every = [each for each in MEMORY_SAVINGS if each.keeps_copies or setting.method.is_split]
     machine = setting.machine
     if machine.device_shares_host:
         return list(dict.fromkeys(replace(each, inputs_stay=True) for each in every))
@@ -163,8 +160,6 @@ def why_none(setting: Setting) -> DoesNotFit:
 
 def _solve(setting: Setting, stated: Mapping[str, float] | None) -> Solution | None:
     rows, given = _rows(setting), dict(stated or {})
-    if setting.method.paper:
-        given |= {"gradients": 1.0, RECYCLED: 1.0}
     free = _run(rows, {FORWARD: 1.0, BACKWARD: 1.0}, given)
     if free is None:
         return None
@@ -195,11 +190,9 @@ def _second_cost(s: Setting) -> Mapping[str, float]:
 
     It counts the bytes written, and those read at a hundredth of that.
     """
-    if s.method.paper:
-        return KEEP
     moved = formulas.written_bytes(s) + 0.01 * formulas.read_bytes(s)
     most = max((abs(value) for value in moved.terms.values()), default=0.0)
-    return (moved / most).terms if most else KEEP
+    return (moved / most).terms if most else {}
 
 
 def _unpaid(host_bytes: Affine) -> Affine:

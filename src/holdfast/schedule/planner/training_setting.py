@@ -35,7 +35,7 @@ class Method:
     commit_every: int = 1
     """Steps from one commit to the next; 0 is none."""
     retain: int = 2
-    """Number of newest whole steps kept; 0 is one file of state, written in place."""
+    """Number of newest whole steps kept."""
     order: Literal["plain", "snake"] = "plain"
     param_bytes: int = 2
     """Bytes of one parameter on the device."""
@@ -48,12 +48,6 @@ class Method:
     """True if gradients that wait use buffers that are dead by then, as far as these reach.
 
     Otherwise only those of delayed updates do, in the place of block inputs.
-    """
-    paper: bool = False
-    """True for the engine of the paper's authors, for the paper's golden values.
-
-    It has their buffers, keeps four micro-batches of each block's inputs always in host memory, and uses delayed
-    parameters without reading them again; nothing besides the blocks counts.
     """
     streams_all: bool = False
     """True if embedding and head come and go as blocks do, each by itself; False if they stay on the device."""
@@ -207,7 +201,7 @@ class Setting:
     @cached_property
     def resident_elements(self) -> int:
         """Number of trained elements of the prologue and epilogue, which stay."""
-        return 0 if self.method.paper else self.model.resident_parameters - self.num_tables * self.tables
+        return self.model.resident_parameters - self.num_tables * self.tables
 
     @property
     def slot_bytes(self) -> int:
@@ -220,11 +214,6 @@ class Setting:
         """Bytes of host memory that experts take on their way to a separate device."""
         routed, shares = self.model.routed, self.machine.device_shares_host
         return 0 if shares else min(routed.slots, 1 + EXPERTS_AHEAD) * routed.nbytes
-
-    @property
-    def frozen_resident_bytes(self) -> int:
-        """Bytes of the frozen parameters of the prologue and epilogue, which stay."""
-        return 0 if self.method.paper else self.model.frozen_resident_bytes
 
     @property
     def flop_per_second(self) -> float:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -83,10 +85,15 @@ class Fragments:
     def rank(self) -> int:
         return self.start.shape[1]
 
-    @property
+    @cached_property
     def elements(self) -> np.ndarray:
         """The number of elements of each piece."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
+
+    @property
+    def spans(self) -> np.ndarray:
+        """The number of elements from the first to the last of each piece, in its part."""
+        return 1 + ((self.stop - self.start - 1) * self.strides).sum(axis=1)
 
     def within(self, box: Region) -> Fragments:
         """Return the parts of the pieces in ``box``, in the coordinates of the tensor, without empty ones."""
@@ -187,7 +194,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     >>> row_major((2, 3, 4))
     (12, 4, 1)
     """
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return (*accumulate(reversed(shape[1:]), mul, initial=1),)[::-1] if shape else ()
 
 
 def dense(box: Region, part: int, offset: int = 0) -> Fragment:

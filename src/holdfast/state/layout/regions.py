@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
+from operator import le, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...errors import ModelNotSupported
@@ -30,9 +31,8 @@ class Region:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)
-        ):
+        fits = len(self.start) == len(self.stop) and all(map(le, self.start, self.stop))
+        if not fits or min(self.start, default=0) < 0:
             raise ValueError(f"no box from {self.start} to {self.stop}")
 
     @classmethod
@@ -42,7 +42,7 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def elements(self) -> int:
@@ -77,7 +77,12 @@ class Region:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The slices that select the region of an array."""
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(slice, self.start, self.stop))
+
+    def slices_in(self, held: Region) -> tuple[slice, ...]:
+        """Return the slices that select the region of an array of the region ``held``."""
+        ends = zip(self.start, self.stop, held.start, strict=True)
+        return tuple([slice(start - first, stop - first) for start, stop, first in ends])
 
     def to_json(self) -> list[list[int]]:
         return [list(self.start), list(self.stop)]
@@ -201,8 +206,7 @@ def copy_common(held: torch.Tensor, here: AnyRegion, value: torch.Tensor, there:
         for other, source in views_of(there, value):
             common = one.intersect(other)
             if common is not None:
-                into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (one, other))
-                target[into.slices].copy_(source[out_of.slices])
+                target[common.slices_in(one)].copy_(source[common.slices_in(other)])
 
 
 def refuse_gaps(held: Sequence[Mapping[str, AnyRegion]], here: Mapping[str, AnyRegion]) -> None:

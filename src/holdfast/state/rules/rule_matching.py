@@ -1,7 +1,7 @@
 """The rule for each stored tensor: the first whose regex matches its whole name.
 
 Rules that were applied are noted, and so are tensors that several rules match, because a person should know. Called by
-``assembly`` and ``reshaping``.
+``assembly``.
 """
 
 from __future__ import annotations

@@ -1,49 +1,47 @@
-"""The choices that a run makes anew before each step: how it clips, and which blocks it computes again.
+"""The choice of the blocks that a step computes again, for a run without a plan.
 
-Clipping. Updates may wait for the gradient norm or be made at once on a guess, with the same bits (``Clipping``); which
-is faster depends on the machine and on how often a guess is wrong. A run begins by waiting, since early training clips
-often. Once at least half of the recent steps would have been guessed right, guessing is tried; from then on the way
-with the lower expected time is taken. A step after a change is not measured, because updates of the step before were
-under way in it. On a run that clips every step nothing is tried. Of several ranks the first one's choice holds for all.
-
-Recomputation, for a run without a plan. A run that was given no fraction, budget or sample knows nothing of its
-micro-batches until they come. So the first step computes every block again, as ever, and what the graphs of its
-micro-batches hold is read from them (``graph_sizes``). From the next step on as many blocks keep their graphs as fit.
-No bit depends on it.
+A run that was given no fraction, budget or sample knows nothing of its micro-batches until they come. So the first step
+computes every block again, as ever, and what the graphs of its micro-batches hold is read from them (``GraphGauge``).
+From the next step on as many blocks keep their graphs as fit. No bit depends on it.
 
 1. A step whose micro-batches are larger in any dim than all that were measured is measured first, in the same way.
 2. What keeping takes comes from the operation lists (``memory_use``): for the largest sizes so far, and for the step's
    own number of micro-batches. Block inputs are counted twice, since the steps before have had theirs.
 3. It has to fit into what is free now, less a fifth, less what the process has held in earlier steps and will again.
 
-Where one of these is not known, all is computed again. Of several ranks the one that keeps fewest decides. Called by
-``StepMaker``. Sizes are bytes.
+Where one of these is not known, all is computed again. Of several ranks the one that keeps fewest decides. Autograd's
+nodes list the tensors that they have saved. Reading the list runs no code of the model, unpacks nothing and changes no
+bit of the step. Not counted is what a block takes from outside (parameters, buffers and inputs) and what a hook on
+saved tensors has put elsewhere. Called by ``StepMaker``, and on the thread that computes. Sizes are bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import accelerators
 from ..measure.free_memory import free_host_bytes
 from ..quantities import round_up
 from ..schedule.memory_use import largest_fitting, predict
-from ..schedule.work import ClippingMode, Work
-from .memory.graph_sizes import GraphGauge, GraphSizes
-from .model.microbatches import OwnCall
+from ..schedule.work import Work
+from .model.absent_parameters import AS_TENSORS
+from .model.boundaries import Boundary, Graph
+from .model.microbatches import OwnCall, casts
 from .runtime import Runtime, Step
 from .setup.process_settings import most_process_bytes, process_bytes
 from .setup.step_planning import LISTS, RunPlan
 
 if TYPE_CHECKING:
     from .steps import StepRules
+
 
 FREE_RESERVE = 1 / 5
 """The part of the free memory that stays free."""
@@ -176,56 +174,97 @@ def _with_sizes(work: Work, sizes: GraphSizes) -> Work:
     )
 
 
-DEFER: ClippingMode = "defer"
-SPECULATE: ClippingMode = "speculate"
-TRIED_BELOW = 0.5
-"""The share of wrong guesses below which guessing is tried for the first time."""
-MEASURED = 3
-"""Measured steps that a decision needs."""
-CLEARLY = 0.97
-"""The factor by which guessing must be faster than waiting to be begun again."""
-WRONG_COST = 2.0
-"""The assumed time of a step guessed wrong, in steps guessed right, until one was measured."""
-RECENT_SHARE, RECENT_SECONDS = 1 / 8, 1 / 4
-"""The weights of the newest step in the running means."""
+SAVED = "_raw_saved_"
+"""Prefix of the attributes of a node that hold what it has saved, without unpacking it."""
+
+NOT_MEASURABLE = 1 << 50
+"""Number that stands for the bytes of a graph that cannot be measured; it is more than fits anywhere."""
 
 
-class ClippingChoice:
-    """The choice of one run, by running means of the times that its steps took in both ways."""
+@dataclass(frozen=True)
+class GraphSizes:
+    """The largest sizes of some micro-batches, in bytes."""
 
-    def __init__(self) -> None:
-        self.mode = DEFER
-        """The way of the next step."""
-        self.wrong_share = 1.0
-        """The running share of steps whose guess was wrong, or would have been."""
-        self._seconds: dict[tuple[ClippingMode, bool], float] = {}
-        """The running mean time of a step, by its way and by whether it was guessed wrong (False while waiting)."""
-        self._since_change = -1
+    input_bytes: int
+    """Bytes of the float tensors that flow into a block."""
+    activation_bytes: tuple[int, ...]
+    """Bytes that the graph of each block holds; 0 for the last, which is never kept."""
 
-    def over(self, mode: ClippingMode, clipped: bool, seconds: float) -> None:
-        """Note a step, and choose the way of the next one.
+    def __or__(self, other: GraphSizes) -> GraphSizes:
+        """Return the larger size of each kind."""
+        pairs = zip(self.activation_bytes, other.activation_bytes, strict=True)
+        return GraphSizes(max(self.input_bytes, other.input_bytes), tuple(max(pair) for pair in pairs))
 
-        Args:
-            mode: The way in which it was done.
-            clipped: Whether a guess that nothing is clipped or skipped was wrong, or would have been.
-            seconds: Its time.
-        """
-        self.wrong_share += (clipped - self.wrong_share) * RECENT_SHARE
-        self._since_change += 1
-        if mode == self.mode and self._since_change > 0:
-            key = mode, clipped and mode == SPECULATE
-            before = self._seconds.get(key, seconds)
-            self._seconds[key] = before + (seconds - before) * RECENT_SECONDS
-        chosen = self._chosen()
-        if chosen != self.mode:
-            self.mode, self._since_change = chosen, -1
 
-    def _chosen(self) -> ClippingMode:
-        if self._since_change < MEASURED:
-            return self.mode
-        waiting, right = self._seconds.get((DEFER, False)), self._seconds.get((SPECULATE, False))
-        if right is None or waiting is None:
-            return SPECULATE if self.wrong_share < TRIED_BELOW else DEFER
-        wrong = self._seconds.get((SPECULATE, True), WRONG_COST * right)
-        guessing = right + (wrong - right) * self.wrong_share
-        return SPECULATE if guessing < waiting * (1.0 if self.mode == SPECULATE else CLEARLY) else DEFER
+class GraphGauge:
+    """Measures what the graphs of some ``micro_batches`` of one step hold."""
+
+    def __init__(self, micro_batches: Iterable[int], blocks: int) -> None:
+        self._graphs: dict[int, list[int | None]] = {m: [None] * (blocks - 1) for m in micro_batches}
+        self._inputs: dict[int, int] = dict.fromkeys(self._graphs, 0)
+
+    def note(self, micro_batch: int, boundary: Boundary, graph: Graph, module: nn.Module) -> None:
+        """Measure ``graph``, which ``module`` has just computed from the inputs of ``boundary``."""
+        held = self._graphs.get(micro_batch)
+        if held is None or casts(boundary.autocast):  # then the graph would not be kept
+            return
+        inputs = [*pytree.tree_leaves(boundary.kept), *graph.leaves]
+        outside = [*module.parameters(), *module.buffers(), *inputs]
+        nodes = [root.node for root in graph.roots if root is not None]
+        try:
+            with AS_TENSORS():  # experts may be absent
+                places = {_place(t) for t in outside if isinstance(t, torch.Tensor)}
+            held[boundary.block] = held_bytes(nodes, places)
+        except RuntimeError:  # of tensors without a storage, such as sparse ones
+            held[boundary.block] = NOT_MEASURABLE
+        moving = sum(tensor.nbytes for tensor in graph.leaves)
+        self._inputs[micro_batch] = max(self._inputs[micro_batch], moving)
+
+    def sizes(self) -> GraphSizes | None:
+        """Return the largest sizes; None unless every block has run for every micro-batch."""
+        found: GraphSizes | None = None
+        for m, graphs in self._graphs.items():
+            if None in graphs:
+                return None
+            mine = GraphSizes(self._inputs[m], (*(count or 0 for count in graphs), 0))
+            found = mine if found is None else found | mine
+        return found
+
+
+def held_bytes(nodes: Iterable[Any], outside: set[int]) -> int:
+    """Return the bytes of the storages that a graph holds, except for those ``outside``.
+
+    ``nodes`` are those at which the gradients of the graph's outputs arrive.
+    """
+    found: dict[int, int] = {}
+    waiting, seen = [*nodes], {*nodes}
+    while waiting:
+        node = waiting.pop()
+        for tensor in _saved(node):
+            found[_place(tensor)] = tensor.untyped_storage().nbytes()
+        further = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= further
+        waiting += further
+    return sum(nbytes for place, nbytes in found.items() if place not in outside)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Return a number that tensors have in common if they share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a node of a graph has saved, and those that a function in Python keeps in attributes."""
+    for name in _names(type(node)):
+        held = getattr(node, name)
+        for saved in held if isinstance(held, (tuple, list)) else (held,):
+            if isinstance(saved.data, torch.Tensor):
+                yield saved.data
+    for tensor in pytree.tree_leaves(list(getattr(node, "__dict__", {}).values())):
+        if isinstance(tensor, torch.Tensor):
+            yield tensor
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(SAVED))

@@ -183,9 +183,18 @@ class LogBackend(DurabilityBackend):
         return self._follower
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
-        training, self._store = self._training, store
-        self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
+        self._store = store
+        self._recovery = RecoveryProgress(announced(self._events.emit, asked.show))
         seen = self._entered(store, asked)
+        with store.unchanging() if self._nodes is None else nullcontext():
+            return self._restored(store, seen, asked)
+
+    def _restored(self, store: LocalStore, seen: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
+        """Restore the newest recoverable step from what can be ``seen`` of the run in ``store``; None if it has none.
+
+        Writes nothing to the run.
+        """
+        training, recovery = self._training, self._recovery
         follower, self._follower = self._follower, None
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
@@ -285,7 +294,7 @@ class LogBackend(DurabilityBackend):
         if self._peers is None:
             if self._drives is not None:
                 self._drives.decide(store)
-            ranks.first_does(store.enter)
+            ranks.first_does(partial(store.enter, waits=False))
             run_store.see_alike(store, ranks)
             return store
         assert isinstance(store, NodeStore)
@@ -326,7 +335,7 @@ class LogBackend(DurabilityBackend):
                 pace.leave_out(self._training.steps_done)
         else:
             pace.save_snapshot(self._training.steps_done)
-        pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
+        pace.tune(self._options.base_every, self._options.limits, self._pool.slot_bytes)
         if self._recovery.over and self._disk_step is None:
             pace.recovered(self._recovery)
         told = None if newest is None else newest.progress_of(newest.streams[0]).get("every")
@@ -356,7 +365,7 @@ class LogBackend(DurabilityBackend):
         return Recorder(
             self._journal, pool,
             durable_step=training.steps_done if self._disk_step is None else self._disk_step,
-            group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
+            group=max(1, pool.count // 2), deadline_seconds=self._options.deadline_seconds,
             pack=training.codec.pack, cpus=self._options.helper_cpus,
         )  # fmt: skip
 
@@ -393,7 +402,8 @@ class LogBackend(DurabilityBackend):
         if not (is_taken or self._options.told_every is None):
             remove_left_copy(self._store)
             return None
-        return MemoryCopies(self._store, is_taken, self._options.helper_cpus)
+        kept_step = self._training.steps_done if is_taken else -1
+        return MemoryCopies(self._store, kept_step, self._options.helper_cpus)
 
     def _why_no_copies(self) -> str:
         return why_unavailable(self._store, self._training.ranks.world_size, self._peers is not None)

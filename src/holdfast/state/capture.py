@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ class CapturedParameter:
     stored: torch.dtype | None = None
     """The dtype in which a source has the values of a parameter on ``meta``, if that is known."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.names[0]
 

@@ -260,7 +260,7 @@ def random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set the global generators to ``state``. Accelerator states go to as many devices of the type as there are."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(int(word) for word in words), gauss))
+    random.setstate((version, tuple(map(int, words)), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     for kind in state.keys() - HOST_GENERATORS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -61,7 +62,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The key of the tensor in a payload file."""
         return f"{self.name}/{self.slot}"
@@ -75,9 +76,9 @@ class TensorEntry:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return self.elements * self.itemsize
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as an index describes it, without its fragments."""

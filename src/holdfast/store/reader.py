@@ -59,6 +59,7 @@ class RunReader:
         self.disk: AnyDisk = disk or remote_disk(self.root) or Disk(str(self.root))
         self.direct = direct
         self._queue = queue
+        self._unchanging: tuple[dict[int, Timeline], list[Damaged]] | None = None
 
     def close(self) -> None:
         """Do nothing, since nothing stays open; for symmetry with ``LocalStore``."""
@@ -176,6 +177,18 @@ class RunReader:
         An unreadable record is replaced by what the manifests or the logs of its timeline say, and by what the
         readable records say of the run. A record that nothing replaces never had a step and is left out.
         """
+        return self._read_timelines() if self._unchanging is None else self._unchanging
+
+    @contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """Read the records of timelines only once inside the block, in which nobody writes to the run."""
+        self._unchanging = self._read_timelines()
+        try:
+            yield
+        finally:
+            self._unchanging = None
+
+    def _read_timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
         records: dict[int, Timeline] = {}
         damaged: dict[str, Damaged] = {}
         for timeline in self.timeline_ids():

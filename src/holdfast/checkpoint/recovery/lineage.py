@@ -10,7 +10,7 @@ log of one writer is called a stream. Called by ``run_recovery``, by compaction,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -161,12 +161,14 @@ class Lineage:
         """
         self.refuse_other_model(state)
         self._arrange_buffers(state, rank)
-        sources, stream = self._sources(state), self.stream_of(rank)
-        self._refuse_joined(state, stream, is_cut_alike=sources is not None)
-        if not self.overlap_alike(state, stream):
+        sources, stream, here = self._sources(state), self.stream_of(rank), state.shared()
+        self._refuse_joined(here, stream, is_cut_alike=sources is not None)
+        overlap_alike = self.overlap_alike(state, stream, here)
+        if not overlap_alike:
             self._refuse_apart(state, after_update)
-        as_written = self.is_as_written(state, rank)
-        self.refuse_other_arithmetic(state, after_update is not None, rank)
+        as_written = sources is not None and overlap_alike and self._has_buffers_of(state, stream)
+        streams = {*sources.values()} or {stream} if as_written and sources is not None else {*self.chains}
+        self._refuse_other_arithmetic(state, after_update is not None, streams)
         if as_written and reached is not None and self._continues(reached, stream):
             self.watch.begins(self.base, list(self.chains.values()), reached.step)
             self._step_on(state, self._takings(state, sources or {}, stream), after_update, reached.step)
@@ -203,6 +205,12 @@ class Lineage:
         streams = set(self.chains)
         if rank is not None and self.is_as_written(state, rank):
             streams = {*(self._sources(state) or {}).values()} or {self.stream_of(rank)}
+        self._refuse_other_arithmetic(state, after_update, streams)
+
+    def _refuse_other_arithmetic(
+        self, state: LiveState, after_update: bool, streams: Collection[str]
+    ) -> None:
+        """Refuse as ``refuse_other_arithmetic`` does, for the records of ``streams``."""
         replayed = [stream for stream in streams if self.chains[stream].records]
         needed, here = operations_of(state.optimizers, after_update), arithmetic_here(state)
         notes = [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}) for stream in replayed]
@@ -248,18 +256,21 @@ class Lineage:
         """Return which tensors overlapped at the writer of ``stream``; None where its version did not say."""
         return self.shares[stream].progress.get("replay", {}).get("shared")
 
-    def overlap_alike(self, state: LiveState, stream: str) -> bool:
+    def overlap_alike(self, state: LiveState, stream: str, here: Shared | None = None) -> bool:
         """Return whether parameters overlap in memory as they did at the writer of ``stream``.
 
-        Buffers are not compared: they are recorded, and a forward pass may replace them.
+        Buffers are not compared: they are recorded, and a forward pass may replace them. ``here`` is how tensors of
+        ``state`` overlap, where that is known.
         """
         shared = self._shared(stream)
-        return shared is None or placed(shared, PARAMETERS) == placed(state.shared(), PARAMETERS)
+        if shared is None:
+            return True
+        return placed(shared, PARAMETERS) == placed(state.shared() if here is None else here, PARAMETERS)
 
-    def _refuse_joined(self, state: LiveState, stream: str, is_cut_alike: bool) -> None:
-        """Raise ``RunMismatch`` where tensors share memory here, but had separate values in the run."""
+    def _refuse_joined(self, here: Shared, stream: str, is_cut_alike: bool) -> None:
+        """Raise ``RunMismatch`` where tensors share memory ``here``, but had separate values in the run."""
         told = [placed(shared) for each in self.shares if (shared := self._shared(each)) is not None]
-        for keys, lies in placed(state.shared()).items() if len(told) == len(self.shares) else ():
+        for keys, lies in placed(here).items() if len(told) == len(self.shares) else ():
             if all(key[1:] == BUFFER for key in keys):
                 continue  # arranged as after the last step, and records hold every change
             together = [there for groups in told for there in groups if keys <= there]
@@ -273,8 +284,8 @@ class Lineage:
 
     def apart(self, state: LiveState, stream: str) -> list[str]:
         """Return the names of parameters that shared memory in the run and do not here, by group."""
-        here = placed(state.shared(), PARAMETERS)
         there = placed(self._shared(stream) or [], PARAMETERS)
+        here = placed(state.shared(), PARAMETERS) if there else {}
         return [key_names(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
 
     def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:

@@ -229,6 +229,8 @@ def buffers_within(shared: Shared) -> set[str]:
 @torch.no_grad()
 def arrange_buffers(state: LiveState, shared: Shared) -> None:
     """Give buffers that overlap only with one another memory of their own, except where they overlap in ``shared``."""
+    if not state.buffer_places():
+        return
     state.made_joined |= buffers_within(state.shared())
     wanted = [[each for each in group if each[0][0] in state.made_joined] for group in _only_buffers(shared)]
     if placed(wanted) == placed(joined_buffers(state, state.made_joined)):

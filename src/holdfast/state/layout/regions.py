@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
+from operator import le, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...errors import ModelNotSupported
@@ -30,9 +31,8 @@ class Region:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)
-        ):
+        is_ordered = len(self.start) == len(self.stop) and all(map(le, self.start, self.stop))
+        if not is_ordered or min(self.start, default=0) < 0:
             raise ValueError(f"no box from {self.start} to {self.stop}")
 
     @classmethod
@@ -42,7 +42,7 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def elements(self) -> int:

@@ -14,12 +14,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
+from holdfast import __version__
 from holdfast.errors import HoldfastError, ManifestCorrupt, RunMismatch
 
 FORMAT, VERSION = "holdfast", 1
@@ -378,15 +377,7 @@ def is_ours(directory: str, name: str) -> bool:
 
 def this_writer() -> dict[str, Any]:
     """Return the identity of this writer for manifests, timeline records and the lock."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "library": library_version()}
-
-
-@lru_cache
-def library_version() -> str:
-    try:
-        return f"holdfast {version('holdfast')}"
-    except PackageNotFoundError:  # run from a source tree
-        return "holdfast from its source tree"
+    return {"pid": os.getpid(), "host": socket.gethostname(), "library": f"holdfast {__version__}"}
 
 
 def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:

@@ -40,7 +40,7 @@ class TensorInFile:
     offset: int
     nbytes: int
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.offset + self.nbytes
 

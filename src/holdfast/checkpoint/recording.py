@@ -131,7 +131,7 @@ class LogBackend(DurabilityBackend):
 
     @property
     def records_steps(self) -> bool:
-        return self._pace is None or self._pace.records
+        return self._pace is None or self._pace.cadence.records
 
     @property
     def complete(self) -> bool:
@@ -450,26 +450,27 @@ class LogBackend(DurabilityBackend):
         return self.recorder.take_slot(wait=self._options.when_behind == "block")
 
     def record(self, updates: Sequence[Update]) -> None:
-        if not self.records_steps:
+        pace, step = self.pace, self._training.steps_done
+        if not pace.cadence.records:
             self.give_back(updates)
-            self.pace.leave_out(self._training.steps_done)
+            pace.leave_out(step)
             return
-        slots = [update.slot for update in updates]
-        if not updates and self.pace.recording:
+        slots, is_recording = [update.slot for update in updates], pace.recording
+        if not updates and is_recording:
             slots.append(self.take_slot())  # skipped by the loss scaler, and recorded like any other step
-        if not self.pace.recording or None in slots:
+        if not is_recording or None in slots:
             self.give_back(updates)
-            self.pace.open_gap(self._training.steps_done)
+            pace.open_gap(step)
             return
         sealed = self._seal(updates)
         sealed.slots = sealed.slots or tuple(slot for slot in slots if slot is not None)
         failpoints.reach("after_step_sealed")
-        if self.pace.fits(sealed.nbytes):
+        if pace.fits(sealed.nbytes):
             self.recorder.put(sealed)
             failpoints.reach("after_step_put")
         else:
             self.pool.give(sealed.slots)
-            self.pace.go_without_room(self._training.steps_done)
+            pace.go_without_room(step)
 
     def record_irreproducible(self, updates: Sequence[Update], why: str) -> None:
         self.give_back(updates)

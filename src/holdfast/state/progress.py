@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..accelerators import current_kind, random_states, set_random_states
 from ..errors import BadInput, RunMismatch
 from ..quantities import counted, shown
-from .encoding import decode, encode
+from .encoding import ITSELF, decode, encode
 
 OF_VERSIONS = {
     *("verbose", "default_min_lr", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"),
@@ -62,8 +62,12 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         return {"__member__": places[id(value)]} if id(value) in places else None
 
     return [
-        {k: encode(v, f"param_groups[{i}][{k!r}]", known) for k, v in group.items() if k != "params"}
-        for i, group in enumerate(groups)
+        {
+            key: value if type(value) in ITSELF else encode(value, f"param_groups[{number}][{key!r}]", known)
+            for key, value in group.items()
+            if key != "params"
+        }
+        for number, group in enumerate(groups)
     ]
 
 

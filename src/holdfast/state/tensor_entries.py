@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -62,7 +61,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
 
-    @cached_property
+    @property
     def key(self) -> str:
         """The key of the tensor in a payload file."""
         return f"{self.name}/{self.slot}"
@@ -76,7 +75,7 @@ class TensorEntry:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 

@@ -400,6 +400,7 @@ class Lineage:
             stream: [record for record in self.chains[stream].records if after is None or record.step > after]
             for stream in taking
         }
+        products = depends_on_products(state, after_update)
         with ExitStack() as stack:
             following = {
                 stream: stack.enter_context(
@@ -440,7 +441,7 @@ class Lineage:
                 how = recorded_settings(taken[0].about["progress"], found[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
-                    with computing_as(how, depends_on_products(state, after_update)):
+                    with computing_as(how, products):
                         apply(state, taken, again)
                 except ShardingMismatch as error:  # of a later timeline, whose own snapshot is not whole
                     raise ReplayMismatch(step) from error

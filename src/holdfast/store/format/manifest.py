@@ -385,7 +385,10 @@ def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
 
     There is one line per key (and per item of "files"). A shorter text is padded with spaces to ``nbytes``.
     """
-    lines = ",\n".join(f" {json.dumps(key)}: {_value(key, value)}" for key, value in table.items())
+    texts = [
+        _by_item(value) if key == "files" and value else json.dumps(value) for key, value in table.items()
+    ]
+    lines = ",\n".join([f' "{key}": {text}' for key, text in zip(table, texts, strict=True)])
     body = f"{{\n{lines}".encode().ljust(nbytes - _SEAL_BYTES)
     return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
 
@@ -410,12 +413,10 @@ def unseal(data: bytes, path: str, newest: int = VERSION) -> dict[str, Any]:
     return table
 
 
-def _value(key: str, value: Any) -> str:
-    if key != "files" or not value:
-        return json.dumps(value)
-    return (
-        "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()) + "}"
-    )
+def _by_item(files: dict[str, Any]) -> str:
+    """Return ``files`` as JSON with a line for each item."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in files.items()]
+    return "{\n" + ",\n".join(lines) + "}"
 
 
 @contextmanager

@@ -80,7 +80,11 @@ def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapp
         group, position = told["__member__"]
         return groups[group]["params"][position]
 
-    fill_groups(groups, [{key: decode(value, resolve) for key, value in each.items()} for each in saved])
+    values = [
+        {key: value if type(value) in ITSELF else decode(value, resolve) for key, value in each.items()}
+        for each in saved
+    ]
+    fill_groups(groups, values)
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:

@@ -53,6 +53,7 @@ from ..compression.codecs import ShardingMismatch, Spreads
 from ..log.log_records import FOLLOWS, FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 from ..log.recorder import BOUND
 from ..snapshot.snapshot_chunks import SnapshotShard
+from ..snapshot.snapshot_state import strides_of
 from .recovery_progress import RecoveryProgress
 
 
@@ -543,7 +544,9 @@ class _Taking:
         # in the writer's order; a fingerprint can be compared only where all parameters are taken
         names = share.boxes if share.boxes.keys() <= owners else ()
         self._compared = [state.parameter(name) for name in names]
-        self._strides = share.progress.get("replay", {}).get("strides")
+        told = share.progress.get("replay", {}).get("strides")
+        self._strides = told if told or strides_of(state) else None
+        """The strides in whose order bytes are compared; None for the order here, where all are contiguous."""
         self._views = FlatViews()
         self._spreads: dict[int, Spreads] = {}
 

@@ -154,7 +154,7 @@ class SnapshotShard:
         """The files of the share, by chunk."""
         return self._base.files_of(self._stream)
 
-    @property
+    @cached_property
     def progress(self) -> dict[str, Any]:
         return self._base.progress_of(self._stream)
 

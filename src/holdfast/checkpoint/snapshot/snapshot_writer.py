@@ -223,6 +223,11 @@ class SnapshotWriter:
             self._expected = sum(unit.layout.file_bytes for unit in units) - frozen, frozen
         return self._expected
 
+    def expect(self, loaded_bytes: int) -> None:
+        """Believe that a snapshot takes as many bytes as the one that was loaded. Not if some of them are frozen."""
+        if loaded_bytes and not frozen_in(self._state):
+            self._expected = loaded_bytes, 0
+
     def is_as_in(self, base: Manifest) -> bool:
         """Return whether the published snapshot ``base`` holds the state as it is now, by all of its bytes.
 

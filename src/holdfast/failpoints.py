@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from itertools import chain
 
 NAMES: list[str] = [
     "before_data_sync",
@@ -70,6 +71,7 @@ NODES: list[str] = [
 """Failpoints of runs without a shared directory: copies at the partner, then a commit in another node's directory."""
 MEMORY: list[str] = ["after_chunk_copied"]
 """The failpoint of copies in memory: a part of the state is copied, and no commit names it yet."""
+KNOWN = frozenset(chain(NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO, NODES, MEMORY))
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
 
@@ -84,9 +86,7 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Act if the point ``name`` is armed and its count is reached. Called by the code that arrives there."""
-    assert any(
-        name in names for names in (NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO, NODES, MEMORY)
-    ), name
+    assert name in KNOWN, name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

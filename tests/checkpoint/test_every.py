@@ -330,7 +330,7 @@ def test_where_memory_holds_no_copy_of_the_state_every_step_is_recorded(tmp_path
                 optimizer.step()
                 checkpointer.step()
         checkpointer.wait()
-        assert checkpointer.durable_step == 12 and checkpointer._backend.pace.records
+        assert checkpointer.durable_step == 12 and checkpointer._backend.pace.cadence.records
     [event] = choices(tmp_path)
     assert event["every"] == 1 and "memory=" in event["why"]
 

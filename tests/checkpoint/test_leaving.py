@@ -147,6 +147,21 @@ def test_refused_pinning_leaves_no_error_behind(monkeypatch, advice):
     slot.free()
 
 
+def test_staging_buffers_in_host_memory_are_made_when_they_are_needed():
+    [layout] = Exact().layouts(state_of(torch.nn.Linear(3, 2)))
+    pool = staging_buffers.StagingPool([layout], 2)
+    assert pool.slots == []
+    first = pool.take()
+    pool.give([first])
+    assert pool.take() is first and pool.slots == [first]
+    assert not pool.serves([layout], 2, [])
+    second = pool.take()
+    assert second is not first and pool.take() is None
+    pool.give([first, second])
+    assert pool.serves([layout], 2, []) and not pool.serves([layout], 3, [])
+    pool.close()
+
+
 def state_of(model):
     from holdfast.state.live_state import LiveState
 

@@ -462,8 +462,8 @@ def test_several_ranks_and_nodes_have_no_copies_in_memory(memory, root):
 
 def test_resumes_on_other_machines_are_failures_that_memory_does_not_survive():
     def seconds(*writers):
-        timelines = {number: SimpleNamespace(id=number, writer=each) for number, each in enumerate(writers)}
-        store = SimpleNamespace(timelines=lambda: (timelines, []), restarts=lambda: (0.0, len(writers) - 1))
+        timelines = [SimpleNamespace(writer=each) for each in writers]
+        store = SimpleNamespace(timelines_at_begin=timelines, restarts=lambda: (0.0, len(writers) - 1))
         return memory_copies.machine_seconds(store, None)
 
     here, anew, there = ({"host": host, memory_copies.BOOT: boot} for host, boot in ("aa", "ab", "ba"))

@@ -56,6 +56,28 @@ def resumed_at(root, step, states, feature="batchnorm", **options):
         return again.resume(step=step) == step and same(other.state(), states[step])
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_resumed_run_expects_bases_of_the_size_that_they_have(tmp_path, frozen):
+    def opened():
+        model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
+        model[0].weight.requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        return model, optimizer, Checkpointer(tmp_path, model=model, optimizer=optimizer)
+
+    for steps in (2, 0):
+        model, optimizer, checkpointer = opened()
+        with checkpointer:
+            checkpointer.resume()
+            expected = checkpointer._backend.pace.bases.expected_bytes()
+            for _ in range(steps):
+                model(torch.rand(4, 300)).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+            checkpointer.save()
+            newest = checkpointer._store.newest_base
+    assert sum(expected) == newest.total_bytes and bool(expected[1]) == frozen
+
+
 # How often
 
 

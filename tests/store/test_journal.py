@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from holdfast.quantities import MiB
 from holdfast.store.disk import Disk
 from holdfast.store.format.manifest import Timeline
 from holdfast.store.log import journal
+from holdfast.store.log.chain import Chain
 from holdfast.store.log.journal import JournalWriter, Record
 from holdfast.store.log.segments import read_segment, segments, trim
 from support.journal_records import PAGE, TIMELINE, part, payload, record, written
@@ -200,3 +202,12 @@ def test_where_a_segment_does_not_fit_records_are_written_as_long_as_they_do(tmp
     writer.close()
     found = [stored.step for ref in segments(disk, "s") for stored in read_segment(disk, ref)[0]]
     assert found == [11, 12]
+
+
+def test_a_chain_that_is_cut_has_the_progress_of_its_new_end():
+    base = SimpleNamespace(step=0, shares={}, progress_of=lambda stream: {"step": 0})
+    records = [SimpleNamespace(step=step, about={"progress": {"step": step}}, path="") for step in (1, 2, 3)]
+    chain = Chain(base, "rank-00000", records)
+    assert chain.progress == {"step": 3}
+    chain.cut_to(1)
+    assert chain.progress == {"step": 1}

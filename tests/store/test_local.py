@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from holdfast.errors import (
@@ -13,6 +15,7 @@ from holdfast.errors import (
     RunLocked,
     StaleCommit,
 )
+from holdfast.store import run_store
 from holdfast.store.format.payload_layout import Layout
 from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content
@@ -44,6 +47,39 @@ def test_resume_continues_in_a_new_timeline(tmp_path):
         assert (manifest.timeline, manifest.parent, manifest.fork_step) == (2, 1, 2)
         assert [ref.step for ref in second.store.line()] == [3, 2]
         check_content(second.store, manifest)
+
+
+def test_nothing_is_written_before_an_opening_beside_reading_is_durable(tmp_path, monkeypatch):
+    """Recovery reads meanwhile, and a failure of the disk ends the opening at its first write."""
+    with TinyRun(tmp_path / "run") as run:
+        last = run.take_step()
+    done, write = [], run_store.write_durably
+
+    def sync_all(*_):
+        time.sleep(0.2)
+        done.append("synced")
+
+    def write_durably(*args, **options):
+        done.append("written")
+        write(*args, **options)
+
+    monkeypatch.setattr(run_store, "sync_all", sync_all)
+    monkeypatch.setattr(run_store, "write_durably", write_durably)
+    with LocalStore(tmp_path / "run") as store:
+        store.enter(waits=False)
+        assert store.head() == last and done == []
+        store.begin(last)
+    assert done == ["synced", "written"]
+
+    def fail(*_):
+        raise DiskFailed("the device is gone")
+
+    monkeypatch.setattr(run_store, "sync_all", fail)
+    with LocalStore(tmp_path / "run") as store:
+        store.enter(waits=False)
+        for _ in range(2):
+            with pytest.raises(DiskFailed, match="gone"):
+                store.begin(last)
 
 
 def test_a_resume_from_an_earlier_step_leaves_the_later_one_until_its_room_is_needed(tmp_path):

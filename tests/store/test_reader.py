@@ -178,3 +178,13 @@ def test_progress_of_a_verification_is_reported_in_bytes(run):
     run.store.verify(manifest, report=reports.append)
     assert reports[-1] == manifest.total_bytes
     assert reports == sorted(reports)
+
+
+def test_commits_and_timelines_are_read_once_while_nobody_writes(run):
+    run.take_step()
+    reader = LocalStore.read(run.store.root)
+    with reader.unchanging():
+        before, timelines = reader.commits(), reader.timelines()
+        run.take_step()
+        assert reader.commits() == reader.line() == before and reader.timelines() is timelines
+    assert reader.commits() == run.store.commits() != before

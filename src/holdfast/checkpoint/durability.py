@@ -112,7 +112,7 @@ class DurabilityBackend(ABC):
 
     def about(self) -> dict[str, Any]:
         """Return the resources of the backend, for the event log."""
-        ring_bytes = len(self.pool.slots) * self.pool.slot_bytes
+        ring_bytes = self.pool.count * self.pool.slot_bytes
         return {
             "replica": self.beside, "memory": self._options.memory_bytes, "storage": self._options.storage_bytes,
             "ring_bytes": ring_bytes, "staging_bytes": self.staging_bytes,

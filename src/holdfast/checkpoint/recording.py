@@ -131,7 +131,7 @@ class LogBackend(DurabilityBackend):
 
     @property
     def records_steps(self) -> bool:
-        return self._pace is None or self._pace.records
+        return self._pace is None or self._pace.cadence.records
 
     @property
     def complete(self) -> bool:
@@ -183,9 +183,18 @@ class LogBackend(DurabilityBackend):
         return self._follower
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
-        training, self._store = self._training, store
-        self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
+        self._store = store
+        self._recovery = RecoveryProgress(announced(self._events.emit, asked.show))
         seen = self._entered(store, asked)
+        with store.unchanging() if self._nodes is None else nullcontext():
+            return self._restored(store, seen, asked)
+
+    def _restored(self, store: LocalStore, seen: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
+        """Restore the newest recoverable step from what can be ``seen`` of the run in ``store``; None if it has none.
+
+        Writes nothing to the run.
+        """
+        training, recovery = self._training, self._recovery
         follower, self._follower = self._follower, None
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
@@ -285,7 +294,7 @@ class LogBackend(DurabilityBackend):
         if self._peers is None:
             if self._drives is not None:
                 self._drives.decide(store)
-            ranks.first_does(store.enter)
+            ranks.first_does(partial(store.enter, waits=False))
             run_store.see_alike(store, ranks)
             return store
         assert isinstance(store, NodeStore)
@@ -318,7 +327,10 @@ class LogBackend(DurabilityBackend):
         self.begun = True
         pace = self._make_pace(self._recorder)
         newest = self._store.newest_base
-        goes_on = found is not None and (found.same_cut or self._disk_step is not None) and newest is not None
+        is_as_was = found is not None and (found.same_cut or self._disk_step is not None)
+        goes_on = is_as_was and newest is not None
+        if is_as_was and self._training.ranks.alone:
+            pace.bases.expect(self._recovery.base_bytes)
         # A base is made by all ranks or by none, and one may know of damage that others have not met.
         if all(self._training.ranks.everyone(goes_on)) and newest is not None:
             pace.continue_after(newest.step, newest.oldest_step)
@@ -326,7 +338,7 @@ class LogBackend(DurabilityBackend):
                 pace.leave_out(self._training.steps_done)
         else:
             pace.save_snapshot(self._training.steps_done)
-        pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
+        pace.tune(self._options.base_every, self._options.limits, self._pool.slot_bytes)
         if self._recovery.over and self._disk_step is None:
             pace.recovered(self._recovery)
         told = None if newest is None else newest.progress_of(newest.streams[0]).get("every")
@@ -356,7 +368,7 @@ class LogBackend(DurabilityBackend):
         return Recorder(
             self._journal, pool,
             durable_step=training.steps_done if self._disk_step is None else self._disk_step,
-            group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
+            group=max(1, pool.count // 2), deadline_seconds=self._options.deadline_seconds,
             pack=training.codec.pack, cpus=self._options.helper_cpus,
         )  # fmt: skip
 
@@ -393,7 +405,8 @@ class LogBackend(DurabilityBackend):
         if not (is_taken or self._options.told_every is None):
             remove_left_copy(self._store)
             return None
-        return MemoryCopies(self._store, is_taken, self._options.helper_cpus)
+        kept_step = self._training.steps_done if is_taken else -1
+        return MemoryCopies(self._store, kept_step, self._options.helper_cpus)
 
     def _why_no_copies(self) -> str:
         return why_unavailable(self._store, self._training.ranks.world_size, self._peers is not None)
@@ -440,26 +453,27 @@ class LogBackend(DurabilityBackend):
         return self.recorder.take_slot(wait=self._options.when_behind == "block")
 
     def record(self, updates: Sequence[Update]) -> None:
-        if not self.records_steps:
+        pace, step = self.pace, self._training.steps_done
+        if not pace.cadence.records:
             self.give_back(updates)
-            self.pace.leave_out(self._training.steps_done)
+            pace.leave_out(step)
             return
-        slots = [update.slot for update in updates]
-        if not updates and self.pace.recording:
+        slots, is_recording = [update.slot for update in updates], pace.recording
+        if not updates and is_recording:
             slots.append(self.take_slot())  # skipped by the loss scaler, and recorded like any other step
-        if not self.pace.recording or None in slots:
+        if not is_recording or None in slots:
             self.give_back(updates)
-            self.pace.open_gap(self._training.steps_done)
+            pace.open_gap(step)
             return
         sealed = self._seal(updates)
         sealed.slots = sealed.slots or tuple(slot for slot in slots if slot is not None)
         failpoints.reach("after_step_sealed")
-        if self.pace.fits(sealed.nbytes):
+        if pace.fits(sealed.nbytes):
             self.recorder.put(sealed)
             failpoints.reach("after_step_put")
         else:
             self.pool.give(sealed.slots)
-            self.pace.go_without_room(self._training.steps_done)
+            pace.go_without_room(step)
 
     def record_irreproducible(self, updates: Sequence[Update], why: str) -> None:
         self.give_back(updates)

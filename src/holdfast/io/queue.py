@@ -134,7 +134,7 @@ class IOQueue:
                     self._wake.wait()
                     self._idle -= 1
                 write, group, request = taken
-                if self._idle and any(lane.heap for lane in self._lanes.values()):
+                if self._idle and (self._lanes[False].heap or self._lanes[True].heap):
                     self._wake.notify()
             error = self._move(write, group, request) if request is not None else None
             with self._wake:

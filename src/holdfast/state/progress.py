@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..accelerators import current_kind, random_states, set_random_states
 from ..errors import BadInput, RunMismatch
 from ..quantities import counted, shown
-from .encoding import decode, encode
+from .encoding import ITSELF, decode, encode
 
 OF_VERSIONS = {
     *("verbose", "default_min_lr", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"),
@@ -62,8 +62,12 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         return {"__member__": places[id(value)]} if id(value) in places else None
 
     return [
-        {k: encode(v, f"param_groups[{i}][{k!r}]", known) for k, v in group.items() if k != "params"}
-        for i, group in enumerate(groups)
+        {
+            key: value if type(value) in ITSELF else encode(value, f"param_groups[{number}][{key!r}]", known)
+            for key, value in group.items()
+            if key != "params"
+        }
+        for number, group in enumerate(groups)
     ]
 
 
@@ -76,7 +80,11 @@ def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapp
         group, position = told["__member__"]
         return groups[group]["params"][position]
 
-    fill_groups(groups, [{key: decode(value, resolve) for key, value in each.items()} for each in saved])
+    values = [
+        {key: value if type(value) in ITSELF else decode(value, resolve) for key, value in each.items()}
+        for each in saved
+    ]
+    fill_groups(groups, values)
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
@@ -260,7 +268,7 @@ def random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set the global generators to ``state``. Accelerator states go to as many devices of the type as there are."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(int(word) for word in words), gauss))
+    random.setstate((version, tuple(map(int, words)), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     for kind in state.keys() - HOST_GENERATORS:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
@@ -59,6 +59,7 @@ class RunReader:
         self.disk: AnyDisk = disk or remote_disk(self.root) or Disk(str(self.root))
         self.direct = direct
         self._queue = queue
+        self._unchanging: _ReadOnce | None = None
 
     def close(self) -> None:
         """Do nothing, since nothing stays open; for symmetry with ``LocalStore``."""
@@ -71,6 +72,8 @@ class RunReader:
 
     def commits(self) -> list[CommitRef]:
         """Return every commit of the directory, newest first, by the names alone."""
+        if self._unchanging is not None:
+            return list(self._unchanging.commits)
         refs = (CommitRef.of_name(name) for name in self.disk.listdir("commits"))
         return sorted((ref for ref in refs if ref is not None), reverse=True)
 
@@ -176,6 +179,18 @@ class RunReader:
         An unreadable record is replaced by what the manifests or the logs of its timeline say, and by what the
         readable records say of the run. A record that nothing replaces never had a step and is left out.
         """
+        return self._read_timelines() if self._unchanging is None else self._unchanging.timelines
+
+    @contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """List commits and read timelines only once inside the block, in which nobody writes to the run."""
+        self._unchanging = _ReadOnce(self.commits(), self._read_timelines())
+        try:
+            yield
+        finally:
+            self._unchanging = None
+
+    def _read_timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
         records: dict[int, Timeline] = {}
         damaged: dict[str, Damaged] = {}
         for timeline in self.timeline_ids():
@@ -293,6 +308,13 @@ class RunReader:
             return self.load(ref)
         except (Damaged, NoCommit):
             return None
+
+
+class _ReadOnce(NamedTuple):
+    """The commits and the timelines of a run that nobody writes to."""
+
+    commits: list[CommitRef]
+    timelines: tuple[dict[int, Timeline], list[Damaged]]
 
 
 def run_key_of(records: Mapping[int, Timeline]) -> str:

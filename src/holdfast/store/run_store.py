@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path, PurePath
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -105,12 +106,15 @@ class LocalStore(WrittenCommits):
         store.enter()
         return store
 
-    def enter(self) -> None:
+    def enter(self, waits: bool = True) -> None:
         """Take the lock and make the directory ready, created if absent.
 
         On return, every listed commit survives power loss with all that it names, even in a directory that was just
         copied or restored. Temporary files and scratch of an earlier process are gone. ``close`` removes what this made
         if nothing was begun.
+
+        Args:
+            waits: False has the queue make the commits durable while the caller reads; the first write waits for that.
 
         Raises:
             RunLocked: Another process writes to the directory.
@@ -132,7 +136,11 @@ class LocalStore(WrittenCommits):
             self._keep(retained)
             self._drop_orphans()
             self.unread = [error for stream in streams(self.disk) for error in trim(self.disk, stream)]
-            sync_all(self.disk, self._retained)
+            sync = partial(sync_all, self.disk, self._retained)
+            if waits:
+                sync()
+            else:
+                self._syncing = self.queue.submit([], kind="state", phase="reopen", priority=0, finish=sync)
         except BaseException:
             self.close()
             raise
@@ -165,7 +173,7 @@ class LocalStore(WrittenCommits):
         self._check_writer()
         known = {*self.timeline_ids(), *(ref.timeline for ref in self.commits())}
         known |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
-        key, now, records = secrets.token_hex(16), time.time(), self.timelines()[0]
+        key, now, (records, damaged) = secrets.token_hex(16), time.time(), self.timelines()
         record = Timeline(
             max(known, default=0) + 1,
             None if fork is None else fork.timeline,
@@ -182,7 +190,7 @@ class LocalStore(WrittenCommits):
             write_durably(self.disk, record.path, record.encode(), why="timeline")
             failpoints.reach("after_timeline_opened")
             self.timeline, self._fork = record.id, record
-            self._timelines, damaged = self.timelines()
+            self._timelines = {**records, record.id: record}
             restore(self.disk, self._timelines, damaged)
             if not by_saves:  # with by_saves, the first commit switches the timeline and retires
                 self._retire()
@@ -209,6 +217,9 @@ class LocalStore(WrittenCommits):
         """The timeline that ``begin`` opened."""
         assert self._fork is not None
         return self._fork
+
+    def run_key(self) -> str:
+        return super().run_key() if self._fork is None else self._fork.run
 
     def take_drives(self, drives: Sequence[Drive]) -> None:
         """Make ``drives`` the drives of the run; without any, all files are on the run's own.

@@ -354,13 +354,15 @@ class OptimizerHooks:
     def _with_gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Trained, list[str]]:
         """Return the parameters of ``optimizer`` that have a gradient, and the names of the others."""
         trained, without = [], []
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            name = self._state.name_of.get(id(parameter), "")
-            if parameter.grad is None:
-                without.append(name)
-            else:
-                _refuse_unsupported(name, parameter.grad)
-                trained.append((name, parameter))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._state.name_of.get(id(parameter), "")
+                if parameter.grad is None:
+                    without.append(name)
+                elif is_plain(parameter.grad):
+                    trained.append((name, parameter))
+                else:
+                    raise _unsupported(name, parameter.grad)
         return trained, without
 
     def _consume(
@@ -479,10 +481,11 @@ def _places(state: LiveState) -> list[dict[str, Place]]:
 
 def _fit(trained: Trained, places: dict[str, Place]) -> bool:
     """Return whether each gradient fits its place, and each parameter has the strides that it had."""
-    return all(
-        p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype, p.stride())
-        for name, p in trained
-    )
+    for name, p in trained:
+        grad = p.grad
+        if grad is None or places.get(name) != (tuple(local_of(grad).shape), grad.dtype, p.stride()):
+            return False
+    return True
 
 
 def _other_strides(trained: Trained) -> dict[str, list[int]] | None:
@@ -511,12 +514,11 @@ def _refuse_closure(closure: Any) -> None:
         )
 
 
-def _refuse_unsupported(name: str, grad: torch.Tensor) -> None:
-    if not is_plain(grad):
-        raise BadInput(
-            f"the gradient of {name} is {unsupported_kind(grad)}, which records do not hold. Build an embedding with"
-            " sparse=False; make other gradients plain tensors before the step (parameter.grad.to_dense())."
-        )
+def _unsupported(name: str, grad: torch.Tensor) -> BadInput:
+    return BadInput(
+        f"the gradient of {name} is {unsupported_kind(grad)}, which records do not hold. Build an embedding with"
+        " sparse=False; make other gradients plain tensors before the step (parameter.grad.to_dense())."
+    )
 
 
 def _arguments(args: tuple, kwargs: dict[str, Any], closure: ComputedClosure | None) -> Any:

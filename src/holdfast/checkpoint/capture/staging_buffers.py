@@ -2,8 +2,7 @@
 
 Every page is faulted in once. One buffer holds what one iteration consumes, and is owned by the recorder until it is
 written. For each optimizer it has a *part*: the bytes of a safetensors file with the encoded gradients of all its
-trained parameters, in whole pages. All buffers have one layout, so that no memory is allocated during training. Sizes
-are bytes.
+trained parameters, in whole pages. All buffers have one layout, so that each is allocated once. Sizes are bytes.
 
 Copies from a device go into pinned memory. The writing thread waits for their end, not the training thread.
 
@@ -119,25 +118,40 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """A pool of ``count`` staging buffers, for gradients on ``devices``. One thread takes, another gives back."""
+    """A pool of ``count`` staging buffers, for gradients on ``devices``. One thread takes, another gives back.
+
+    A buffer in host memory is made when it is first needed. So a resume does not wait for the memory of all, and a run
+    without records takes none. Pinned buffers are made at once, because pinning one stops the device.
+    """
 
     def __init__(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()) -> None:
-        self.devices = list(devices)
-        self._departures = DeviceCopies(devices) if devices else None
-        self.slots = [StagingBuffer(layouts, departures=self._departures) for _ in range(count)]
+        self.devices, self.count = list(devices), count
         self.slot_bytes = sum(layout.file_bytes for layout in layouts)
-        self._free = list(self.slots)
+        self._layouts = list(layouts)
+        self._departures = DeviceCopies(devices) if devices else None
+        self.slots: list[StagingBuffer] = []
+        """The buffers that have been made."""
+        self._free: list[StagingBuffer] = []
         self._changed = threading.Condition()
+        while devices and len(self.slots) < count:
+            self._make()
+
+    def _make(self) -> None:
+        """Make one more buffer, which is free."""
+        self.slots.append(StagingBuffer(self._layouts, departures=self._departures))
+        self._free.append(self.slots[-1])
 
     def serves(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device]) -> bool:
         """Return whether a new pool would be like this one, and all buffers are free."""
         with self._changed:
-            alike = len(self.slots) == count == len(self._free) and self.devices == list(devices)
-        return alike and all(list(slot.layouts) == list(layouts) for slot in self.slots)
+            is_idle = len(self.slots) == len(self._free)
+        return is_idle and (self._layouts, self.count, self.devices) == (list(layouts), count, list(devices))
 
     def take(self, timeout: float = 0.0) -> StagingBuffer | None:
         """Return a free staging buffer; None if none becomes free within ``timeout`` seconds."""
         with self._changed:
+            if not self._free and len(self.slots) < self.count:
+                self._make()
             if not self._free and timeout > 0:
                 self._changed.wait_for(lambda: bool(self._free), timeout)
             slot = self._free.pop() if self._free else None

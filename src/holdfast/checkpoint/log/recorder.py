@@ -264,7 +264,7 @@ class Recorder:
                 slot = self._pool.take()
                 if slot is None:
                     raise BadInput(
-                        f"{len(self._pool.slots)} optimizer steps were done since step() was called last, and there is"
+                        f"{self._pool.count} optimizer steps were done since step() was called last, and there is"
                         " no room for more in one iteration. Call step() after every optimizer step, or give more"
                         f" memory=, which allows up to {BOUND}."
                     )

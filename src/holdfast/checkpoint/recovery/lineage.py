@@ -10,7 +10,7 @@ log of one writer is called a stream. Called by ``run_recovery``, by compaction,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -53,6 +53,7 @@ from ..compression.codecs import ShardingMismatch, Spreads
 from ..log.log_records import FOLLOWS, FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 from ..log.recorder import BOUND
 from ..snapshot.snapshot_chunks import SnapshotShard
+from ..snapshot.snapshot_state import strides_of
 from .recovery_progress import RecoveryProgress
 
 
@@ -161,12 +162,14 @@ class Lineage:
         """
         self.refuse_other_model(state)
         self._arrange_buffers(state, rank)
-        sources, stream = self._sources(state), self.stream_of(rank)
-        self._refuse_joined(state, stream, is_cut_alike=sources is not None)
-        if not self.overlap_alike(state, stream):
+        sources, stream, here = self._sources(state), self.stream_of(rank), state.shared()
+        self._refuse_joined(here, stream, is_cut_alike=sources is not None)
+        overlap_alike = self.overlap_alike(state, stream, here)
+        if not overlap_alike:
             self._refuse_apart(state, after_update)
-        as_written = self.is_as_written(state, rank)
-        self.refuse_other_arithmetic(state, after_update is not None, rank)
+        as_written = sources is not None and overlap_alike and self._has_buffers_of(state, stream)
+        streams = {*sources.values()} or {stream} if as_written and sources is not None else {*self.chains}
+        self._refuse_other_arithmetic(state, after_update is not None, streams)
         if as_written and reached is not None and self._continues(reached, stream):
             self.watch.begins(self.base, list(self.chains.values()), reached.step)
             self._step_on(state, self._takings(state, sources or {}, stream), after_update, reached.step)
@@ -203,6 +206,12 @@ class Lineage:
         streams = set(self.chains)
         if rank is not None and self.is_as_written(state, rank):
             streams = {*(self._sources(state) or {}).values()} or {self.stream_of(rank)}
+        self._refuse_other_arithmetic(state, after_update, streams)
+
+    def _refuse_other_arithmetic(
+        self, state: LiveState, after_update: bool, streams: Collection[str]
+    ) -> None:
+        """Refuse as ``refuse_other_arithmetic`` does, for the records of ``streams``."""
         replayed = [stream for stream in streams if self.chains[stream].records]
         needed, here = operations_of(state.optimizers, after_update), arithmetic_here(state)
         notes = [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}) for stream in replayed]
@@ -248,18 +257,21 @@ class Lineage:
         """Return which tensors overlapped at the writer of ``stream``; None where its version did not say."""
         return self.shares[stream].progress.get("replay", {}).get("shared")
 
-    def overlap_alike(self, state: LiveState, stream: str) -> bool:
+    def overlap_alike(self, state: LiveState, stream: str, here: Shared | None = None) -> bool:
         """Return whether parameters overlap in memory as they did at the writer of ``stream``.
 
-        Buffers are not compared: they are recorded, and a forward pass may replace them.
+        Buffers are not compared: they are recorded, and a forward pass may replace them. ``here`` is how tensors of
+        ``state`` overlap, where that is known.
         """
         shared = self._shared(stream)
-        return shared is None or placed(shared, PARAMETERS) == placed(state.shared(), PARAMETERS)
+        if shared is None:
+            return True
+        return placed(shared, PARAMETERS) == placed(state.shared() if here is None else here, PARAMETERS)
 
-    def _refuse_joined(self, state: LiveState, stream: str, is_cut_alike: bool) -> None:
-        """Raise ``RunMismatch`` where tensors share memory here, but had separate values in the run."""
+    def _refuse_joined(self, here: Shared, stream: str, is_cut_alike: bool) -> None:
+        """Raise ``RunMismatch`` where tensors share memory ``here``, but had separate values in the run."""
         told = [placed(shared) for each in self.shares if (shared := self._shared(each)) is not None]
-        for keys, lies in placed(state.shared()).items() if len(told) == len(self.shares) else ():
+        for keys, lies in placed(here).items() if len(told) == len(self.shares) else ():
             if all(key[1:] == BUFFER for key in keys):
                 continue  # arranged as after the last step, and records hold every change
             together = [there for groups in told for there in groups if keys <= there]
@@ -273,8 +285,8 @@ class Lineage:
 
     def apart(self, state: LiveState, stream: str) -> list[str]:
         """Return the names of parameters that shared memory in the run and do not here, by group."""
-        here = placed(state.shared(), PARAMETERS)
         there = placed(self._shared(stream) or [], PARAMETERS)
+        here = placed(state.shared(), PARAMETERS) if there else {}
         return [key_names(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
 
     def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
@@ -389,6 +401,7 @@ class Lineage:
             stream: [record for record in self.chains[stream].records if after is None or record.step > after]
             for stream in taking
         }
+        products = depends_on_products(state, after_update)
         with ExitStack() as stack:
             following = {
                 stream: stack.enter_context(
@@ -429,7 +442,7 @@ class Lineage:
                 how = recorded_settings(taken[0].about["progress"], found[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
-                    with computing_as(how, depends_on_products(state, after_update)):
+                    with computing_as(how, products):
                         apply(state, taken, again)
                 except ShardingMismatch as error:  # of a later timeline, whose own snapshot is not whole
                     raise ReplayMismatch(step) from error
@@ -531,7 +544,9 @@ class _Taking:
         # in the writer's order; a fingerprint can be compared only where all parameters are taken
         names = share.boxes if share.boxes.keys() <= owners else ()
         self._compared = [state.parameter(name) for name in names]
-        self._strides = share.progress.get("replay", {}).get("strides")
+        told = share.progress.get("replay", {}).get("strides")
+        self._strides = told if told or strides_of(state) else None
+        """The strides in whose order bytes are compared; None for the order here, where all are contiguous."""
         self._views = FlatViews()
         self._spreads: dict[int, Spreads] = {}
 

@@ -182,7 +182,7 @@ class SharedPool(StagingPool):
             StagingBuffer(layouts, self._ring.parts(number), self._departures, ADVICE.format(place=place))
             for number in range(count)
         ]
-        self._free = list(self.slots)
+        self._free, self.count = list(self.slots), count
 
     def close(self) -> None:
         super().close()

@@ -303,7 +303,7 @@ class Replica:
         self._wait_for(tried)
         if not taken:
             raise BadInput(
-                f"{len(pool.slots)} optimizer steps were done since step() was called last, and there is no"
+                f"{pool.count} optimizer steps were done since step() was called last, and there is no"
                 " room for more in one iteration. Call step() after every optimizer step, or give more memory=."
             )
         return taken[0]
@@ -405,7 +405,7 @@ class Replica:
             stacklevel=5,
         )
         self._events.emit("drift", step=step, what=what, durable_step=self.durable_step)
-        self.sync(self._state, step, progress, len(self.pool.slots))
+        self.sync(self._state, step, progress, self.pool.count)
 
     # Going back
 

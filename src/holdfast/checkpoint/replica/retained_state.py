@@ -21,6 +21,7 @@ from typing import Any
 
 from ...errors import BadInput, CommitRetired, Damaged, RunLocked
 from ...io.buffers import Buffer
+from ...io.queue import IOQueue
 from ...state.live_state import LiveState
 from ...store.commit.retention import ancestry
 from ...store.disk import Disk
@@ -129,14 +130,14 @@ def look(place: Path, store: LocalStore) -> list[RetainedState]:
     return [each for each in found if each is not None]
 
 
-def is_copy(place: Path) -> bool:
+def is_copy(place: Path, queue: IOQueue) -> bool:
     """Return whether ``place`` holds a copy by the trainer, of any timeline, or one that was never whole.
 
-    Nobody may be writing to it.
+    Nobody may be writing to it. It is read through ``queue``.
     """
     if not (place / KEPT).is_dir():
         return False
-    with shared_memory.opened(place / KEPT) as memory:
+    with shared_memory.opened(place / KEPT, queue) as memory:
         commits = memory.commits()
         try:
             return not commits or memory.load(commits[0]).progress.get("cut") == COPY
@@ -181,7 +182,7 @@ def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
 def _look(place: Path, folder: str, store: LocalStore) -> RetainedState | None:
     if not (place / folder / "commits").is_dir():
         return None
-    with shared_memory.opened(place / folder) as memory:
+    with shared_memory.opened(place / folder, store.queue) as memory, memory.unchanging():
         try:
             commits = memory.commits()
             line = Lineage.of(memory, memory.load(commits[0]), None) if commits else None

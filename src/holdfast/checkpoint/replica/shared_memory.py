@@ -27,6 +27,7 @@ from typing import Any
 import xxhash
 
 from ...errors import BadInput, Damaged, HoldfastError
+from ...io.queue import IOQueue
 from ...io.threads import open_file
 from ...regular_files import load_json, read_regular
 from ...state.live_state import LiveState
@@ -211,9 +212,9 @@ def remove(place: Path) -> None:
 
 
 @contextmanager
-def opened(place: Path) -> Iterator[LocalStore]:
-    """Open the store in ``place``, for reading and for ``put``."""
-    store = LocalStore(place, retain=1, disk=MemoryDisk(place), direct=False)
+def opened(place: Path, queue: IOQueue | None = None) -> Iterator[LocalStore]:
+    """Open the store in ``place``, for reading and for ``put``. Without ``queue`` it has one of its own."""
+    store = LocalStore(place, retain=1, disk=MemoryDisk(place), queue=queue, direct=False)
     try:
         yield store
     finally:

@@ -68,7 +68,7 @@ def why_unavailable(store: LocalStore, num_ranks: int, has_nodes: bool) -> str:
 def remove_left_copy(store: LocalStore) -> None:
     """Remove the copy that an earlier process of the run in ``store`` left. What a replica kept stays."""
     place = shared_memory.place_for(store.disk.root, shared_memory.MEMORY, store.run_key())
-    if retained_state.is_copy(place):
+    if retained_state.is_copy(place, store.queue):
         _remove_kept(place)
 
 
@@ -76,17 +76,18 @@ class MemoryCopies:
     """The copies of the run that ``store`` writes, in its current timeline.
 
     Args:
-        keeps: Keep the copy that training continues from until a newer one is whole. Otherwise it is removed now.
+        kept_step: The step of the copy that training continues from, which stays until a newer one is whole; -1 for
+            none. Any other copy is removed now.
         cpus: CPUs of the thread that hashes; none leaves it where it is.
     """
 
-    def __init__(self, store: LocalStore, keeps: bool, cpus: Collection[int] = ()) -> None:
+    def __init__(self, store: LocalStore, kept_step: int, cpus: Collection[int] = ()) -> None:
         self._run = store
         self._mark = retained_state.mark([store.opened.id, store.opened.key], retained_state.COPY)
         self.place = shared_memory.place_for(store.disk.root, shared_memory.MEMORY, store.run_key())
         """The directory of the shared-memory store."""
         self._path = self.place / retained_state.KEPT
-        self.step = -1
+        self.step = kept_step
         """The step of the whole copy; -1 if there is none."""
         self._memory: LocalStore | None = None
         self._units: list[SnapshotChunk] = []
@@ -96,9 +97,7 @@ class MemoryCopies:
         self._atoms: dict[str, TensorEntry] = {}
         self._thread = ThreadPoolExecutor(1, "holdfast-copies", use_cpus, (tuple(cpus),))
         self._under_way: Future[None] | None = None
-        if keeps:
-            self.step = retained_state.newest_of([self.place], store)
-        else:
+        if kept_step < 0:
             self._remove()
 
     @property
@@ -306,7 +305,7 @@ def recover_copy(
     another model, with nothing changed.
     """
     try:
-        with shared_memory.opened(kept.path) as memory:
+        with shared_memory.opened(kept.path, store.queue) as memory, memory.unchanging():
             found = recover(memory, state, script, ranks=Ranks(), watch=watch)
             if found.point.step == kept.last:
                 return replace(found, point=retained_state.ForkPoint(kept.last, kept.timeline, kept.key))
@@ -335,7 +334,7 @@ def machine_seconds(store: LocalStore, told_seconds: float | None) -> float:
     A resume on another host, or after a new start of the host, counts as one. One a day is believed at first, and not
     more of them than failures in all, ``told_seconds`` apart.
     """
-    timelines = sorted(store.timelines()[0].values(), key=lambda timeline: timeline.id)
+    timelines = store.timelines_at_begin
     lost = sum(_is_elsewhere(before.writer, after.writer) for before, after in pairwise(timelines))
     seconds, _ = store.restarts()
     found = mean_between_failures(MEAN_SECONDS_BETWEEN_FAILURES, 1.0, max(seconds, 0.0), lost)

@@ -80,9 +80,16 @@ def divided(
 
     The parameters ``frozen`` come first, in chunks without any other.
     """
-    groups = _groups(owned, state, frozen)
-    units = [_unit(prefix, number, *of, owned, state, frozen) for number, of in enumerate(groups)]
+    units = chunks_of(owned, state, prefix, frozen)
     return units, _index_of(units, owned, state)
+
+
+def chunks_of(
+    owned: dict[str, Held], state: LiveState, prefix: str = "", frozen: Collection[str] = ()
+) -> list[SnapshotChunk]:
+    """Return the chunks into which ``divided`` divides what is ``owned``."""
+    groups = _groups(owned, state, frozen)
+    return [_unit(prefix, number, *of, owned, state, frozen) for number, of in enumerate(groups)]
 
 
 def frozen_in(state: LiveState) -> set[str]:
@@ -147,7 +154,7 @@ class SnapshotShard:
         """The files of the share, by chunk."""
         return self._base.files_of(self._stream)
 
-    @property
+    @cached_property
     def progress(self) -> dict[str, Any]:
         return self._base.progress_of(self._stream)
 

@@ -131,11 +131,6 @@ class SnapshotScheduler:
         self._dropped = 0
 
     @property
-    def records(self) -> bool:
-        """Return whether steps are to have log records at present."""
-        return self.cadence.records
-
-    @property
     def recording(self) -> bool:
         """Return whether a log record of the current step could be replayed.
 
@@ -143,7 +138,7 @@ class SnapshotScheduler:
         written.
         """
         self._see_published()
-        return self.records and (not self.gap or self._held)
+        return self.cadence.records and (not self.gap or self._held)
 
     @property
     def complete(self) -> bool:
@@ -179,7 +174,7 @@ class SnapshotScheduler:
             self._together.alike.advance(self._state, step)
         if self._again:
             self.save_snapshot(step)
-        elif not self.records:
+        elif not self.cadence.records:
             self._advance_alone(step)
         elif self.gap and (self._together is not None or not bases.under_way):
             self._end_gap(step)
@@ -409,7 +404,7 @@ class SnapshotScheduler:
         if tuner is None:
             return
         self._tell_dropped()
-        if self.records:
+        if self.cadence.records:
             tuner.stepped(seconds - stall, max(stall - self._stall, 0.0))
         else:
             tuner.ran(seconds)
@@ -420,11 +415,11 @@ class SnapshotScheduler:
                 relaxed=change.relaxed, measured=asdict(change.measured),
             )  # fmt: skip
         # several ranks count every step, so that all choose at the same one
-        as_meant = self._together is not None or (self._left_out_at != step) == self.records
-        recorded = self.records
+        as_meant = self._together is not None or (self._left_out_at != step) == self.cadence.records
+        recorded = self.cadence.records
         if as_meant and self.cadence.stepped(seconds, stall, self._copied_at == step):
             self._choose(tuner, step)
-        elif recorded and not self.records and not self._has_room:
+        elif recorded and not self.cadence.records and not self._has_room:
             self._stay_with_records(step)
         if not recorded:
             self._distrust_snapshot()
@@ -435,7 +430,7 @@ class SnapshotScheduler:
         Until then nobody looked for changes by the script, and the next record may depend on an earlier one. Called
         after a step without a record.
         """
-        if self.records:
+        if self.cadence.records:
             self._losses += 1
             self.gap = self._is_meant = True  # also where all ranks have just waited for that snapshot
 

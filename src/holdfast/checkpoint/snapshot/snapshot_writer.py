@@ -41,7 +41,7 @@ from ...store.run_store import LocalStore
 from ..capture.staging_buffers import DeviceCopies, pinned
 from ..log.recorder import InlineRecorder, Recorder, RecorderTask
 from .frozen_chunks import FrozenChunks, StagedChunk
-from .snapshot_chunks import SnapshotChunk, atoms_of, divided, frozen_in, of_one_base, owned_by
+from .snapshot_chunks import SnapshotChunk, atoms_of, chunks_of, divided, frozen_in, of_one_base, owned_by
 from .snapshot_image import SnapshotImage, place_in, write_tensor
 
 
@@ -119,6 +119,8 @@ class SnapshotWriter:
         """The frozen parameters when the state was divided last."""
         self._chunks = FrozenChunks(recorder, waits)
         self._units: list[SnapshotChunk] = []
+        self._expected: tuple[int, int] | None = None
+        """The sizes of a snapshot before the state was divided for one; None before they were asked for."""
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, TensorEntry] = {}
         self._left: list[SnapshotChunk] = []
@@ -142,7 +144,7 @@ class SnapshotWriter:
 
         With ``is_copy`` its tensors are new copies of the training's, of which only the bytes tell what has changed.
         """
-        self._state, self._atoms = state, {}
+        self._state, self._atoms, self._expected = state, {}, None
         if is_copy:
             self._warns = False  # the trainer has seen the change
             self._chunks.distrust()
@@ -212,10 +214,19 @@ class SnapshotWriter:
 
     def expected_bytes(self) -> tuple[int, int]:
         """Return ``full_bytes`` and ``frozen_bytes``, also before the first snapshot of this process."""
-        state = self._state
-        units = self._units or divided(owned_by(state), state, self._prefix, frozen_in(state))[0]
-        frozen = sum(unit.layout.file_bytes for unit in units if unit.is_frozen)
-        return sum(unit.layout.file_bytes for unit in units) - frozen, frozen
+        if self._units:
+            return self.full_bytes, self.frozen_bytes
+        if self._expected is None:
+            state = self._state
+            units = chunks_of(owned_by(state), state, self._prefix, frozen_in(state))
+            frozen = sum(unit.layout.file_bytes for unit in units if unit.is_frozen)
+            self._expected = sum(unit.layout.file_bytes for unit in units) - frozen, frozen
+        return self._expected
+
+    def expect(self, loaded_bytes: int) -> None:
+        """Believe that a snapshot takes as many bytes as the one that was loaded. Not if some of them are frozen."""
+        if loaded_bytes and not frozen_in(self._state):
+            self._expected = loaded_bytes, 0
 
     def is_as_in(self, base: Manifest) -> bool:
         """Return whether the published snapshot ``base`` holds the state as it is now, by all of its bytes.
@@ -223,7 +234,7 @@ class SnapshotWriter:
         Changes through ``.data`` or NumPy are found only so. All chunks of ``base`` are of its step. Training waits.
         """
         state, owned = self._state, owned_by(self._state)
-        units = divided(owned, state, self._prefix, frozen_in(state))[0]
+        units = chunks_of(owned, state, self._prefix, frozen_in(state))
         files = base.files
         if any(unit.name not in files for unit in units):
             return False

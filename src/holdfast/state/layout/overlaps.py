@@ -61,7 +61,8 @@ def overlaps(tensors: Mapping[Key, torch.Tensor]) -> list[list[Key]]:
 
 def _clusters(held: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return groups of indices of tensors whose memory ranges, from first to last byte, overlap."""
-    spans = sorted(_span(number, tensor) for number, tensor in enumerate(held) if _has_memory(tensor))
+    # 0 is the address also of tensors without elements, or on meta
+    spans = sorted([_span(number, tensor) for number, tensor in enumerate(held) if tensor.data_ptr()])
     clusters: list[list[int]] = []
     device, stop = None, -1
     for span in spans:
@@ -72,10 +73,6 @@ def _clusters(held: Sequence[torch.Tensor]) -> list[list[int]]:
             device, stop = span.device, -1
         stop = max(stop, span.stop)
     return [cluster for cluster in clusters if len(cluster) > 1]
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() != 0  # 0 also of tensors without elements, or on meta
 
 
 def _span(number: int, tensor: torch.Tensor) -> _Span:
@@ -229,6 +226,8 @@ def buffers_within(shared: Shared) -> set[str]:
 @torch.no_grad()
 def arrange_buffers(state: LiveState, shared: Shared) -> None:
     """Give buffers that overlap only with one another memory of their own, except where they overlap in ``shared``."""
+    if not state.buffer_places():
+        return
     state.made_joined |= buffers_within(state.shared())
     wanted = [[each for each in group if each[0][0] in state.made_joined] for group in _only_buffers(shared)]
     if placed(wanted) == placed(joined_buffers(state, state.made_joined)):

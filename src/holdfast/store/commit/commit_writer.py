@@ -18,6 +18,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,8 @@ class WrittenCommits(RetainedCommits):
         self._fork: Timeline | None = None
         """The timeline that is being written."""
         self._failed: BaseException | None = None
+        self._syncing: Future[None] | None = None
+        """The syncs of what the run has, which end before anything is written; None once they have."""
         self._following = threading.Lock()
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +212,9 @@ class WrittenCommits(RetainedCommits):
             raise EngineFailed(
                 f"an earlier write to {self.root} failed ({self._failed}); run again to resume"
             )
+        if self._syncing is not None:
+            self._syncing.result()
+            self._syncing = None
 
     def _check_fence(self) -> None:
         newest = max(self.timeline_ids(), default=0)

@@ -119,6 +119,11 @@ class RetainedCommits(RunReader):
         """Return the bytes of a commit's payload that this writer wrote."""
         return sum(file.bytes for unit, file in manifest.files.items() if self.is_mine(unit))
 
+    @property
+    def timelines_at_begin(self) -> list[Timeline]:
+        """The timelines that there were when this writer opened its own, which is the last one."""
+        return [record for _, record in sorted(self._timelines.items())]
+
     def restarts(self) -> tuple[float, int]:
         """Return the seconds since the run was begun, and the number of its resumes.
 

@@ -14,12 +14,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
+from holdfast import __version__
 from holdfast.errors import HoldfastError, ManifestCorrupt, RunMismatch
 
 FORMAT, VERSION = "holdfast", 1
@@ -378,15 +377,7 @@ def is_ours(directory: str, name: str) -> bool:
 
 def this_writer() -> dict[str, Any]:
     """Return the identity of this writer for manifests, timeline records and the lock."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "library": library_version()}
-
-
-@lru_cache
-def library_version() -> str:
-    try:
-        return f"holdfast {version('holdfast')}"
-    except PackageNotFoundError:  # run from a source tree
-        return "holdfast from its source tree"
+    return {"pid": os.getpid(), "host": socket.gethostname(), "library": f"holdfast {__version__}"}
 
 
 def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
@@ -394,7 +385,10 @@ def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
 
     There is one line per key (and per item of "files"). A shorter text is padded with spaces to ``nbytes``.
     """
-    lines = ",\n".join(f" {json.dumps(key)}: {_value(key, value)}" for key, value in table.items())
+    texts = [
+        _by_item(value) if key == "files" and value else json.dumps(value) for key, value in table.items()
+    ]
+    lines = ",\n".join([f' "{key}": {text}' for key, text in zip(table, texts, strict=True)])
     body = f"{{\n{lines}".encode().ljust(nbytes - _SEAL_BYTES)
     return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
 
@@ -419,12 +413,10 @@ def unseal(data: bytes, path: str, newest: int = VERSION) -> dict[str, Any]:
     return table
 
 
-def _value(key: str, value: Any) -> str:
-    if key != "files" or not value:
-        return json.dumps(value)
-    return (
-        "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()) + "}"
-    )
+def _by_item(files: dict[str, Any]) -> str:
+    """Return ``files`` as JSON with a line for each item."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in files.items()]
+    return "{\n" + ",\n".join(lines) + "}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from holdfast.errors import Damaged
 from holdfast.quantities import PAGE, KiB, MiB, round_up
@@ -113,7 +114,7 @@ class Layout:
                       item["data_offsets"][1] - item["data_offsets"][0])
                 for key, item in table.items()
             ]  # fmt: skip
-            placed.sort(key=lambda entry: (entry.offset, entry.end))
+            placed.sort(key=attrgetter("offset", "nbytes"))
             _check_placed(placed, length)
         except (
             ValueError,
@@ -162,7 +163,7 @@ def _check(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
             raise ValueError(f"tensor key {key!r} is " + ("there twice" if key in seen else "reserved"))
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"{key!r} has dtype {dtype!r}; a payload file holds {', '.join(DTYPE_BYTES)}")
-        if any(size < 0 for size in shape):
+        if min(shape, default=0) < 0:
             raise ValueError(f"{key!r} has the shape {shape}")
         seen.add(key)
 
@@ -199,7 +200,8 @@ def _encode(placed: list[TensorInFile], header_bytes: int, metadata: dict[str, s
     """Return the header for ``placed``: at least ``header_bytes``, more if the table needs it."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     for entry in placed:
-        offsets = [entry.offset - header_bytes, entry.end - header_bytes]
+        start = entry.offset - header_bytes
+        offsets = [start, start + entry.nbytes]
         table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode()
     length = max(header_bytes, round_up(8 + len(text)))
@@ -209,8 +211,9 @@ def _encode(placed: list[TensorInFile], header_bytes: int, metadata: dict[str, s
 def _check_placed(placed: list[TensorInFile], header_bytes: int) -> None:
     position = header_bytes
     for entry in placed:
-        if not all(type(size) is int and 0 <= size < MOST for size in entry.shape):
-            raise ValueError(f"tensor {entry.key!r} has the shape {entry.shape}")
+        for size in entry.shape:
+            if type(size) is not int or not 0 <= size < MOST:
+                raise ValueError(f"tensor {entry.key!r} has the shape {entry.shape}")
         if entry.dtype not in DTYPE_BYTES:
             raise ValueError(
                 f"tensor {entry.key!r} is of the type {entry.dtype!r}, and supported are {', '.join(DTYPE_BYTES)}"
@@ -219,4 +222,4 @@ def _check_placed(placed: list[TensorInFile], header_bytes: int) -> None:
             raise ValueError(f"tensor {entry.key!r} lies at {entry.offset}, {entry.nbytes} bytes")
         if entry.offset != position or entry.nbytes != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
             raise ValueError(f"tensor {entry.key!r} at {entry.offset} does not follow the one before it")
-        position = entry.end
+        position += entry.nbytes

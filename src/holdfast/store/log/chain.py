@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -94,13 +95,14 @@ class Chain:
     def last(self) -> Point:
         return self.records[-1] if self.records and self.records[-1].step > self.base.step else self.base
 
-    @property
+    @cached_property
     def progress(self) -> dict[str, Any]:
         """The progress after the last step.
 
         Raises ``Damaged`` if the records do not continue the progress that the snapshot stores.
         """
-        later = [record for record in self.records if record.step > self.first_step]
+        first = self.first_step
+        later = [record for record in self.records if record.step > first]
         told = [self.base.progress_of(self.stream), *(record.about["progress"] for record in later)]
         try:
             return lengthen(told)
@@ -117,6 +119,7 @@ class Chain:
     def cut_to(self, step: int) -> None:
         """Drop the log records after ``step``."""
         self.records = [record for record in self.records if record.step <= step]
+        self.__dict__.pop("progress", None)
 
 
 @dataclass

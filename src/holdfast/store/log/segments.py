@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import xxhash
@@ -97,7 +97,7 @@ class StoredRecord:
         parent, step, parent_key = self.fork
         return Timeline(self.timeline, parent, step, self.key, parent_key)
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         return sum(nbytes for nbytes, _ in self.parts)
 

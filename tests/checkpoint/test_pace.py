@@ -59,6 +59,7 @@ def resumed_at(root, step, states, feature="batchnorm", **options):
 @pytest.mark.parametrize(("frozen", "saves"), [(False, True), (True, True), (False, False)])
 def test_a_resumed_run_expects_bases_of_the_size_that_they_have(tmp_path, frozen, saves):
     """Also where the base that was loaded is of step 0, without the optimizer's state."""
+
     def opened():
         model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
         model[0].weight.requires_grad_(not frozen)

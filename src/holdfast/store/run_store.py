@@ -190,7 +190,7 @@ class LocalStore(WrittenCommits):
             write_durably(self.disk, record.path, record.encode(), why="timeline")
             failpoints.reach("after_timeline_opened")
             self.timeline, self._fork = record.id, record
-            self._timelines = {**records, record.id: record}
+            self._timelines = self.timelines()[0] if damaged else {**records, record.id: record}
             restore(self.disk, self._timelines, damaged)
             if not by_saves:  # with by_saves, the first commit switches the timeline and retires
                 self._retire()

@@ -294,7 +294,7 @@ class LogBackend(DurabilityBackend):
         if self._peers is None:
             if self._drives is not None:
                 self._drives.decide(store)
-            ranks.first_does(partial(store.enter, waits=False))
+            ranks.first_does(partial(store.enter, syncs_beside=True))
             run_store.see_alike(store, ranks)
             return store
         assert isinstance(store, NodeStore)

@@ -1,6 +1,6 @@
-"""The machine's profile, corrected by the times of a run's own steps, for the next start.
+"""The correction of the machine's profile by the times of a run's own steps, for the next start.
 
-They change nothing in the run. The rule:
+It changes nothing in the run. The rule:
 
 1. Five steps are recorded, from the first one of the planned shape on, and not before the fifth since the engine was
    built. Those of the planned shape count, except the last.
@@ -41,7 +41,7 @@ LEAST_BUSY_FRACTION = 0.5
 
 
 class ProfileCorrection:
-    """Corrects the machine's profile once, by the steps of one engine, which calls ``begins`` and ``returns``."""
+    """Corrects the machine's profile once, by the times of the steps of one engine."""
 
     def __init__(self, executor: Executor, prediction: Prediction | None, events: EventLog) -> None:
         kept = prediction is not None and prediction.known.path is not None
@@ -98,13 +98,12 @@ def ratios(
     machine, intervals = prediction.choice.simulation.machine, defaultdict(list)
     for span in spans:
         intervals[machine.server(span.lane)].append((span.start, span.end))
-    found, usual = {}, median(end - start for start, end in steps)
+    found: dict[str, float] = {}
+    least_predicted = LEAST_BUSY_FRACTION * prediction.choice.step_seconds
+    least_measured = LEAST_BUSY_FRACTION * median(end - start for start, end in steps)
     for server, predicted in prediction.busy_seconds.items():
         measured = median(covered(intervals[server], *step) for step in steps)
-        is_busy = (
-            predicted >= LEAST_BUSY_FRACTION * prediction.choice.step_seconds
-            and measured >= LEAST_BUSY_FRACTION * usual
-        )
+        is_busy = predicted >= least_predicted and measured >= least_measured
         if is_busy and not (server == SSD and prediction.ssd_adjusted):
             found[server] = measured / predicted
     return found

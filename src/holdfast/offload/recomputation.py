@@ -36,7 +36,7 @@ from .setup.process_settings import most_process_bytes, process_bytes
 from .setup.step_planning import LISTS, RunPlan
 
 if TYPE_CHECKING:
-    from .steps import StepRules
+    from .step_maker import StepRules
 
 
 FREE_RESERVE = 1 / 5

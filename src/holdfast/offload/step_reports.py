@@ -8,7 +8,8 @@ thousandth; in all others nothing is recorded. A step's updates and its commit c
 record is written when the computations of the next step are over: by then it is complete. It includes the operations of
 other steps in that time, because they kept the lanes busy too.
 
-Called by the engine. Bytes, seconds.
+The same calls time the steps that correct the machine's profile (``ProfileCorrection``). Called by the engine. Bytes,
+seconds.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from holdfast.offload.memory.device import open_device
 from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.profile_correction import correct, covered, ratios
 from holdfast.offload.setup import step_planning
-from holdfast.offload.setup.automatic_placement import BlockTimer, time_model, with_times, within
+from holdfast.offload.setup.automatic_placement import with_times, within
+from holdfast.offload.setup.model_timing import MicroBatchTimes, time_model
 from holdfast.profiles import load_machine, to_toml
 from support.grouped import grouped
 
@@ -234,7 +235,9 @@ def test_times_become_operations_at_the_machines_rate():
         resident_elements=1, unified=True,
     )  # fmt: skip
     machine = load_machine("cpu-2-core")
-    timed = with_times(work, BlockTimer(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0), machine)
+    timed = with_times(
+        work, MicroBatchTimes(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0), machine
+    )
     rate = machine.device_flop_per_second
     assert [b.forward_flop for b in timed.blocks] == [rate, rate]
     assert timed.blocks[1].backward_work == 5 * rate and timed.head_flop == 2 * rate

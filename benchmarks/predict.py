@@ -32,8 +32,8 @@ import holdfast
 from holdfast.errors import DoesNotFit
 from holdfast.events import EventLog
 from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.offload.profile_correction import FIRST_STEP, NUM_STEPS
 from holdfast.offload.setup import step_planning
-from holdfast.offload.step_reports import FIRST, RECORDED
 from holdfast.quantities import format_bytes
 
 STEPS, GRID_STEPS = 3, 2
@@ -97,7 +97,7 @@ FITTED = Case(
 )  # fmt: skip
 """Whose steps correct the profile."""
 
-STEPS_OF_A_SITTING = FIRST + RECORDED
+STEPS_OF_A_SITTING = FIRST_STEP + NUM_STEPS
 """After which the profile is corrected."""
 
 GRID = Case(blocks=16, width=256, context=128, micro_batches=4, limit=200_000_000)

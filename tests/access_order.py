@@ -28,7 +28,7 @@ from holdfast.io.buffers import BufferPool
 from holdfast.offload import engine, executor
 from holdfast.offload.memory import device as device_module
 from holdfast.offload.memory.device import SeparateDevice
-from holdfast.offload.memory.residency import TransferPool
+from holdfast.offload.memory.transfer_pool import TransferPool
 from holdfast.offload.model import microbatches
 from holdfast.schedule.operations import COMPUTE
 from holdfast.store.commit.generations import Generations

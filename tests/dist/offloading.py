@@ -22,7 +22,7 @@ from holdfast.formats.run_directory import CommitSource
 from holdfast.measure import drive_rates
 from holdfast.offload import api, recomputation
 from holdfast.offload.setup import preflight
-from holdfast.offload.steps import ClippingChoice
+from holdfast.offload.step_maker import ClippingChoice
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store
 from support.grouped import grouped

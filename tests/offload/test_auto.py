@@ -15,13 +15,14 @@ import holdfast
 from holdfast.errors import BadInput, DoesNotFit
 from holdfast.events import EventLog, read_events
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.offload import step_reports
+from holdfast.offload import profile_correction
 from holdfast.offload.executor import Span
 from holdfast.offload.memory.device import open_device
 from holdfast.offload.model.blocks import find_blocks
+from holdfast.offload.profile_correction import correct, covered, ratios
 from holdfast.offload.setup import step_planning
-from holdfast.offload.setup.automatic_placement import BlockTimer, time_model, with_times, within
-from holdfast.offload.step_reports import correct, covered, ratios
+from holdfast.offload.setup.automatic_placement import with_times, within
+from holdfast.offload.setup.model_timing import MicroBatchTimes, time_model
 from holdfast.profiles import load_machine, to_toml
 from support.grouped import grouped
 
@@ -102,7 +103,9 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("holdfast.measure.machine_probe.SECONDS", 0.2)
     monkeypatch.setattr("holdfast.measure.machine_probe.FILE_BYTES", 128 * 2**20)
-    monkeypatch.setattr(step_reports, "LEAST_PART", 0.0)  # so small a step may wait for the disk alone
+    monkeypatch.setattr(
+        profile_correction, "LEAST_BUSY_FRACTION", 0.0
+    )  # so small a step may wait for the disk alone
     said = []
     engine(tmp_path / "one", budget="auto", say=said.append).close()
     assert said[0] == "measuring this machine for a few seconds, once: the SSD"
@@ -232,7 +235,9 @@ def test_times_become_operations_at_the_machines_rate():
         resident_elements=1, unified=True,
     )  # fmt: skip
     machine = load_machine("cpu-2-core")
-    timed = with_times(work, BlockTimer(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0), machine)
+    timed = with_times(
+        work, MicroBatchTimes(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0), machine
+    )
     rate = machine.device_flop_per_second
     assert [b.forward_flop for b in timed.blocks] == [rate, rate]
     assert timed.blocks[1].backward_work == 5 * rate and timed.head_flop == 2 * rate

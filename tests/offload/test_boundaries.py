@@ -19,7 +19,8 @@ from holdfast.errors import BlockInputChanged, ModelNotSupported
 from holdfast.io.buffers import BufferPool
 from holdfast.offload import recomputation
 from holdfast.offload.memory.block_states import as_tensor
-from holdfast.offload.memory.residency import Residency, unpacked
+from holdfast.offload.memory.residency import Residency
+from holdfast.offload.memory.transfer_pool import unpacked
 from holdfast.offload.runtime import InputScratch
 from support.grouped import grouped
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored

@@ -8,7 +8,7 @@ import pytest
 
 import holdfast
 from holdfast.offload.setup import run_planning, step_planning
-from holdfast.offload.steps import DEFER, SPECULATE, ClippingChoice
+from holdfast.offload.step_maker import ClippingChoice
 from holdfast.quantities import MiB
 from offload.test_clipping import engine_of
 from training import batches
@@ -27,7 +27,7 @@ def spent(clips, waiting=1.0, right=0.7, wrong=1.5, noise=0.02):
     choice, chance, seconds, modes = ClippingChoice(), random.Random(0), [], []
     for clipped in clips:
         mode = choice.mode
-        time = waiting if mode == DEFER else wrong if clipped else right
+        time = waiting if mode == "defer" else wrong if clipped else right
         seconds.append(time * chance.gauss(1, noise))
         modes.append(mode)
         choice.over(mode, clipped, seconds[-1])
@@ -35,24 +35,24 @@ def spent(clips, waiting=1.0, right=0.7, wrong=1.5, noise=0.02):
 
 
 def test_run_that_clips_every_step_never_guesses():
-    assert set(spent([True] * 500)[1]) == {DEFER}
+    assert set(spent([True] * 500)[1]) == {"defer"}
 
 
 def test_run_that_never_clips_guesses_soon():
     seconds, modes = spent([False] * 200)
-    assert modes[20:] == [SPECULATE] * 180
+    assert modes[20:] == ["speculate"] * 180
     assert sum(seconds) < 1.1 * 200 * 0.7
 
 
 def test_guessing_that_is_slower_is_left_after_a_try():
     seconds, modes = spent([False] * 300, right=1.1)
-    assert modes.count(SPECULATE) < 12 and modes[-200:] == [DEFER] * 200
+    assert modes.count("speculate") < 12 and modes[-200:] == ["defer"] * 200
     assert sum(seconds) < 1.02 * 300
 
 
 def test_clipping_that_begins_again_ends_the_guesses():
     _, modes = spent([False] * 60 + [True] * 60 + [False] * 60)
-    assert modes[50] == SPECULATE and modes[80] == DEFER and modes[-1] == SPECULATE
+    assert modes[50] == "speculate" and modes[80] == "defer" and modes[-1] == "speculate"
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
@@ -77,22 +77,22 @@ def test_a_budget_without_room_for_guesses_waits_for_the_norm(tmp_path, monkeypa
     monkeypatch.setattr(step_planning, "process_bytes", lambda: 400 * MiB)
     options = {"clip_norm": 1e6, "sample": batches(0, 1)[0], "micro_batches": 2, "optimizer_on_host": 0.0}
     needed = {}
-    for mode in (DEFER, SPECULATE):
+    for mode in ("defer", "speculate"):
         with engine_of(tmp_path / mode, clipping=mode, **options) as engine:
             needed[mode] = engine._plan.held_bytes + engine._plan.memory.host_bytes
-    assert needed[DEFER] < needed[SPECULATE]
-    for mode in (DEFER, SPECULATE):
+    assert needed["defer"] < needed["speculate"]
+    for mode in ("defer", "speculate"):
         budget = holdfast.Budget(host=needed[mode])
         with engine_of(tmp_path / f"auto {mode}", budget=budget, **options) as engine:
             for step in range(12):
                 engine.step(batches(step, 2))
-            assert (SPECULATE in ways_of(engine)) == (mode == SPECULATE)
+            assert ("speculate" in ways_of(engine)) == (mode == "speculate")
 
 
 def test_memory_that_is_not_free_is_left_for_the_norm(tmp_path, monkeypatch):
     """Without a budget."""
     options = {"clip_norm": 1.0, "sample": batches(0, 1)[0], "micro_batches": 2}
-    for free, mode in ((1 << 40, "auto"), (1 << 10, DEFER)):
+    for free, mode in ((1 << 40, "auto"), (1 << 10, "defer")):
         monkeypatch.setattr(run_planning, "free_host_bytes", lambda free=free: free)
         with engine_of(tmp_path / mode, **options) as engine:
             assert engine._rules.clipping == mode

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.setup import block_measurement
 from holdfast.offload.setup.block_measurement import MeasuredBlocks, measure
+from holdfast.offload.setup.equal_calls import call_form, output_maker
 
 WIDTH = 8
 
@@ -128,25 +129,23 @@ def test_blocks_after_a_streamed_embedding_are_equal_too(monkeypatch: pytest.Mon
 
 def test_a_blocks_place_is_no_difference_and_any_other_number_is() -> None:
     def form(layer: Layer, index: int) -> object:
-        return block_measurement.call_form(layer, index, (torch.zeros(2),), {})
+        return call_form(layer, index, (torch.zeros(2),), {})
 
     assert form(Layer(1, 12), 1) == form(Layer(2, 12), 2)
     assert form(Layer(1, 12), 1) != form(Layer(4, 12), 2)
-    assert form(Layer(1, 12), 1) != block_measurement.call_form(Layer(1, 12), 1, (torch.zeros(3),), {})
+    assert form(Layer(1, 12), 1) != call_form(Layer(1, 12), 1, (torch.zeros(3),), {})
     x = torch.zeros(2)
-    same, other = (
-        block_measurement.call_form(Layer(1, 12), 1, args, {}) for args in ((x, x), (x, torch.zeros(2)))
-    )
+    same, other = (call_form(Layer(1, 12), 1, args, {}) for args in ((x, x), (x, torch.zeros(2))))
     assert same != other
 
 
 def test_an_output_that_is_an_input_stays_one() -> None:
     x, mask = torch.zeros(2, 3).t(), torch.ones(2)
-    made = block_measurement.output_maker((x * 2, mask, None, 3), [x, mask])
+    made = output_maker((x * 2, mask, None, 3), [x, mask])
     assert made is not None
     arguments = [torch.zeros(2, 3).t(), torch.ones(2)]
     new, given, nothing, three = made(arguments)
     assert (new.shape, new.stride()) == (x.shape, (x * 2).stride())
     assert given is arguments[1]
     assert (nothing, three) == (None, 3)
-    assert block_measurement.output_maker(object(), [x]) is None
+    assert output_maker(object(), [x]) is None

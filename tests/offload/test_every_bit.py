@@ -17,7 +17,7 @@ from holdfast.measure import drive_rates
 from holdfast.offload.engine import Engine
 from holdfast.offload.model import blocks
 from holdfast.offload.setup import drive_setup, run_planning, step_planning
-from holdfast.offload.steps import DEFER, SPECULATE, ClippingChoice
+from holdfast.offload.step_maker import ClippingChoice
 from holdfast.quantities import KiB
 from holdfast.schedule import step_builder, work
 from holdfast.schedule.work import LEAST_MEMORY
@@ -158,7 +158,7 @@ def change_ways(monkeypatch):
 
     def over(self, mode, clipped, seconds):
         modes.append((mode, clipped))
-        self.mode = SPECULATE if len(modes) % 4 in (1, 2) else DEFER
+        self.mode = "speculate" if len(modes) % 4 in (1, 2) else "defer"
 
     monkeypatch.setattr(ClippingChoice, "over", over)
     return modes
@@ -189,7 +189,7 @@ def test_ways_that_change_meet_steps_of_both_kinds(tmp_path, monkeypatch):
     choose_others(monkeypatch, gradients=lambda placement: (False,) * len(placement.gradients))
     task = Task(count=3, steps=16).clipped_sometimes()
     check(tmp_path, task, clipping="auto", delayed_fraction=0.34, **PLACEMENTS["mixed"])
-    assert {*modes} == {(mode, clipped) for mode in (DEFER, SPECULATE) for clipped in (True, False)}
+    assert {*modes} == {(mode, clipped) for mode in ("defer", "speculate") for clipped in (True, False)}
 
 
 def test_the_scale_of_a_loop_falls_and_grows():

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 from holdfast.io.buffers import BufferPool
-from holdfast.offload.memory.residency import TransferPool
+from holdfast.offload.memory.transfer_pool import TransferPool
 from holdfast.offload.ops import input_ops
 from holdfast.quantities import PAGE
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.io.buffers import BufferPool
 from holdfast.offload.memory.block_states import ALIGN
-from holdfast.offload.memory.residency import Arena, TransferPool, forms_of, packed_bytes, unpacked
+from holdfast.offload.memory.transfer_pool import Arena, TransferPool, forms_of, packed_bytes, unpacked
 
 KIBI = 1024
 

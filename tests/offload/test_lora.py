@@ -10,8 +10,8 @@ import holdfast
 from holdfast.errors import ModelNotSupported
 from holdfast.offload.memory.device import open_device
 from holdfast.offload.model.blocks import find_blocks
-from holdfast.offload.setup.automatic_placement import time_model
 from holdfast.offload.setup.block_measurement import measure
+from holdfast.offload.setup.model_timing import time_model
 from training import differing, state_of, stored
 
 transformers = pytest.importorskip("transformers")

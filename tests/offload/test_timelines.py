@@ -6,7 +6,7 @@ import pytest
 
 import holdfast
 from holdfast.events import EventLog, read_events
-from holdfast.offload.step_reports import EVERY
+from holdfast.offload.step_reports import TIMED_EVERY
 from holdfast.store.run_store import LocalStore
 from support.grouped import grouped
 from training import adamw, batches, decoder
@@ -62,11 +62,11 @@ def test_the_only_step_of_a_sitting_is_recorded_when_it_is_closed(tmp_path):
 
 
 def test_of_a_long_run_every_thousandth_step_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["holdfast.offload.step_reports"], "EVERY", 5)
+    monkeypatch.setattr(sys.modules["holdfast.offload.step_reports"], "TIMED_EVERY", 5)
     with offload(tmp_path) as engine:
         for number in range(11):
             engine.step(batches(number, 1))
-    assert EVERY == 1000
+    assert TIMED_EVERY == 1000
     assert [event["step"] for event in events_of(tmp_path, "timeline")] == [1, 3, 5, 10]
 
 

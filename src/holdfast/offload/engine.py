@@ -2,8 +2,7 @@
 
 ``step`` turns micro-batches into a ``Step``, has the executor run the schedule's operations on it, and reports the
 result. It returns when the last computation is over. Updates, writes and the commit of a step continue beside the next
-step, which waits for exactly what it needs. After an error the engine is closed, its threads have ended, the model is
-unpatched, and the run can be resumed from its newest commit.
+step, which waits for exactly what it needs.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from ..state.progress import hyper_parameters, restore_random_state
 from ..store.format.manifest import Manifest
 from ..supervised.attempt import Witness
 from ..supervised.standing_by import say_closed
+from .engine_guard import EngineGuard
 from .engine_progress import UserState
 from .executor import Executor
 from .exit_hook import closed, finish_at_exit
@@ -57,9 +57,8 @@ from .setup.preflight import Preflight
 from .setup.process_settings import give_back_freed, on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
+from .step_maker import StepMaker, StepRules
 from .step_reports import StepReports, count_tokens, traffic
-from .step_runner import StepRunner
-from .steps import StepMaker, StepRules
 from .text_sampling import ROWS, checked_rows, chooser, continued, last_logits
 
 POSITIONS = ("random", "loader", "results")
@@ -118,7 +117,7 @@ class Engine:
             exchanges=not run.data_parallel.alone,
         )
         self._reports = StepReports(run, plan, rules.schedule, self._executor, events)
-        self._runner = StepRunner(run, self.held, self._executor, self._reports, lambda: closed(self))
+        self._guard = EngineGuard(run, self.held, self._executor, self._reports, lambda: closed(self))
         self.steps_done = 0
         """Number of optimizer steps done, skipped ones included."""
         self.resumed_from: int | None = None
@@ -146,16 +145,16 @@ class Engine:
         ``durable_step`` has reached ``steps_done``; at most one step is on its way. A loss that is not finite skips the
         update, and ``last["skipped"]`` says so. Collective: every rank must call this.
         """
-        self._runner.check_usable()
-        self._runner.refuse_incomplete()
+        self._guard.check_usable()
+        self._guard.refuse_incomplete()
         what = f"step {self.steps_done + 1}"
         micro_batches = self._ask_about_labels(what, micro_batches, loss_fn)
-        micro_batches, gathered = self._runner.call_with(what, micro_batches, loss_fn, self._checked)
+        micro_batches, gathered = self._guard.exchange_checked(what, micro_batches, loss_fn, self._checked)
         self._refuse_unlike_rates(what, [each.rates for each in gathered])
         self._refuse_edits([each.edited for each in gathered])
         weights = self._steps.weights([each.counts for each in gathered], len(micro_batches))
         tokens = sum(each.tokens for each in gathered)
-        with self._runner.closing_on_error():
+        with self._guard.closing_on_error():
             started = time.perf_counter()
             again = max(each.recomputed_fraction for each in gathered)  # as the rank with least memory
             step = self._steps.training(
@@ -163,12 +162,12 @@ class Engine:
             )
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             if self._user.is_late:
-                self._runner.late, step.late_progress = step, Future()
+                self._guard.uncommitted_step, step.late_progress = step, Future()
             else:
                 step.progress = self._progress()
                 self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
             takes_loss = loss_fn is None and all(_takes_loss(batch) for batch in micro_batches)
-            with self._runner.running(step, takes_loss), torch.set_grad_enabled(self._run.zeroth is None):
+            with self._guard.running(step, takes_loss), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
                 self._reports.begins(step)
                 self._executor.run(step.operations, step)
@@ -191,8 +190,8 @@ class Engine:
 
         For a loop with ``is_late = True``, while the step waits for it and has updated nothing.
         """
-        assert self._runner.late is not None
-        self._runner.late.hyper = self._run.optimizer.snapshot()
+        assert self._guard.uncommitted_step is not None
+        self._guard.uncommitted_step.hyper = self._run.optimizer.snapshot()
 
     def complete_step(self, again: bool = False) -> bool:
         """Take the loader's state, which a loop has changed since the newest step; its commit waits for this.
@@ -202,7 +201,7 @@ class Engine:
         step was not completed before.
         """
         assert not self.held.in_use, "the step is under way"
-        step, self._runner.late = self._runner.late, None
+        step, self._guard.uncommitted_step = self._guard.uncommitted_step, None
         if step is None and again:
             progress = self._progress()
             self._positions |= {k: progress[k] for k in POSITIONS if k in progress}
@@ -211,7 +210,7 @@ class Engine:
         if step is None:
             return False
         assert step.late_progress is not None
-        with self._runner.closing_on_error():
+        with self._guard.closing_on_error():
             progress = self._progress()
         self._positions = {k: progress[k] for k in POSITIONS if k in progress} | step.all_results()
         step.late_progress.set_result(progress | {"skipped_steps": self.skipped_steps - step.skipped})
@@ -246,12 +245,12 @@ class Engine:
                 raise BadInput("an evaluation needs at least one micro-batch")
             return self._steps.counts(micro_batches)
 
-        self._runner.check_usable()
+        self._guard.check_usable()
         micro_batches = self._ask_about_labels("an evaluation", micro_batches, loss_fn)
-        micro_batches, counts = self._runner.call_with("an evaluation", micro_batches, loss_fn, counted)
+        micro_batches, counts = self._guard.exchange_checked("an evaluation", micro_batches, loss_fn, counted)
         weights = self._steps.weights(counts, len(micro_batches))
         losses = self._losses(micro_batches, loss_fn)
-        gathered = self._runner.call(
+        gathered = self._guard.exchange(
             "the end of an evaluation", lambda: list(zip(losses, weights, strict=True))
         )
         losses, weights = zip(*(pair for each in gathered for pair in each), strict=True)
@@ -266,7 +265,7 @@ class Engine:
         """
         if not self._steps.may_ask:
             return micro_batches
-        batches, gathered = self._runner.call_with(
+        batches, gathered = self._guard.exchange_checked(
             f"{what}, whose labels are counted",
             micro_batches,
             loss_fn,
@@ -279,7 +278,7 @@ class Engine:
         try:
             losses = self._losses(pair, loss_fn)
         except Exception as error:
-            if self._runner.is_closed:
+            if self._guard.is_closed:
                 raise
             raise BadInput(
                 f'normalize="tokens" asks the model whether it counts the first of its "labels", with a micro-batch of'
@@ -287,7 +286,7 @@ class Engine:
                 " number of target tokens instead."
             ) from error
         answer = None if mine is None else not first_label_counts(losses)
-        answers = self._runner.call(f"{what}, whose labels are known", lambda: answer)
+        answers = self._guard.exchange(f"{what}, whose labels are known", lambda: answer)
         self._steps.shifts = next((each for each in answers if each is not None), None)
         return batches
 
@@ -336,7 +335,7 @@ class Engine:
     @on_host_by_default
     def save(self) -> None:
         """Commit the present state. It is durable when this returns."""
-        self._runner.check_usable()
+        self._guard.check_usable()
         if self.durable_step == self.steps_done and not self._is_behind:
             return
         self.wait()
@@ -346,15 +345,15 @@ class Engine:
     @on_host_by_default
     def wait(self) -> None:
         """Wait until everything under way is over: updates done, and the commit, where one was due, durable."""
-        self._runner.wait()
+        self._guard.wait()
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, by rank, at ``what``, a place that all ranks have to reach.
 
         Collective: every rank must call this. Raises ``RankFailed`` if another rank makes another call.
         """
-        self._runner.check_usable()
-        return self._runner.call(what, lambda: value)
+        self._guard.check_usable()
+        return self._guard.exchange(what, lambda: value)
 
     @on_host_by_default
     def state_dict(self, *, trained: bool = False, keep: Keep | None = as_it_is) -> dict[str, torch.Tensor]:
@@ -369,15 +368,15 @@ class Engine:
                 the tensor to hold in its place. By default the value itself, so that all are in memory at once. None
                 on a rank that is to get nothing.
         """
-        self._runner.check_usable()
-        self._refuse_edits(self._runner.call("state_dict", self.held.edited))
+        self._guard.check_usable()
+        self._refuse_edits(self._guard.exchange("state_dict", self.held.edited))
         return self._values(trained, keep)
 
     def _values(self, trained: bool = False, keep: Keep | None = as_it_is) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
         alone = self._run.data_parallel.alone
-        with self._reports.uncounted(), nullcontext() if alone else self._runner.closing_on_error():
+        with self._reports.uncounted(), nullcontext() if alone else self._guard.closing_on_error():
             values = trained_values if trained else state_dict
             return values(self._run, self.held.captured, keep)
 
@@ -390,29 +389,29 @@ class Engine:
         values of the newest commit.
         """
         held = self.held
-        if self._runner.is_closed:
+        if self._guard.is_closed:
             if held.is_owed:
                 held.give_back(newest_values(self._run, held.were_real))
             return
         held.is_owed = bool(held.were_real)
         edited: list[str] = []
         trained: dict[str, torch.Tensor] = {}
-        with self._runner.closing_on_error():
-            self._runner.refuse_incomplete()
+        with self._guard.closing_on_error():
+            self._guard.refuse_incomplete()
             self._executor.drain()
             self._reports.end()
             if self._rules.commit_every:
                 self.save()
             if self._run.data_parallel.rank == 0:
                 say_closed(self._run.store.root)
-            gathered = self._runner.call("close", lambda: (bool(held.were_real), held.edited()))
+            gathered = self._guard.exchange("close", lambda: (bool(held.were_real), held.edited()))
             edited = sorted({name for _, found in gathered for name in found})
             if any(real for real, _ in gathered):
                 self._run.residency.pool.free_idle()
                 give_back_freed()  # as the values of the whole model come
                 trained = self._values()
-            self._runner.call("the end of close")  # no rank leaves before all have their values
-        self._runner.close()
+            self._guard.exchange("the end of close")  # no rank leaves before all have their values
+        self._guard.close()
         held.give_back({name: trained[name] for name in held.were_real})
         if edited:
             warnings.warn(f"{edits_text(edited)}: it was lost", stacklevel=3)
@@ -423,7 +422,7 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        elif not self._runner.is_closed:
+        elif not self._guard.is_closed:
             if issubclass(
                 kind, (Exception, SystemExit)
             ):  # an error of the script's own: what was computed is still committed
@@ -435,7 +434,7 @@ class Engine:
     @on_host_by_default
     def give_up(self) -> None:
         """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
-        self._runner.give_up()
+        self._guard.give_up()
 
     def interrupt(self) -> None:
         """Make a step that runs on another thread raise ``KeyboardInterrupt`` at its next safe point."""
@@ -446,7 +445,7 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         """True once the engine is closed, or has failed."""
-        return self._runner.is_closed
+        return self._guard.is_closed
 
     @property
     def operations(self) -> dict[Any, list[Op]]:
@@ -470,15 +469,15 @@ class Engine:
 
     def _catch_up(self) -> None:
         """Bring all weights up to the last step."""
-        self._runner.check_usable()
+        self._guard.check_usable()
         if self._is_behind:
             self.wait()
             self._save(commit=self._rules.commit_every > 0)
 
     def _save(self, commit: bool) -> None:
         step = self._steps.saving(self.steps_done - 1, self._progress() | self._positions, commit)
-        with self._runner.other_sizes(), self._runner.closing_on_error(), self._runner.running(step):
-            self._runner.call(f"save after step {self.steps_done}")
+        with self._guard.freeing_idle_buffers(), self._guard.closing_on_error(), self._guard.running(step):
+            self._guard.exchange(f"save after step {self.steps_done}")
             self._executor.run(step.operations, step)
             self._executor.drain()
 
@@ -516,17 +515,21 @@ class Engine:
 
     def _forward(self, calls: list[Callable[[], Any]], takes_loss: bool = False) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""
-        self._runner.check_usable()
+        self._guard.check_usable()
         self._catch_up()
         self._refuse_edits(
-            self._runner.call(f"a forward pass of {len(calls)} micro-batches", self.held.edited)
+            self._guard.exchange(f"a forward pass of {len(calls)} micro-batches", self.held.edited)
         )
         results: list[Any] = []
         together = self._plan.evaluation_batches
-        with evaluating(self._run.model), self._runner.other_sizes(), self._reports.uncounted():
+        with evaluating(self._run.model), self._guard.freeing_idle_buffers(), self._reports.uncounted():
             for start in range(0, len(calls), together):
                 step = self._steps.evaluation(calls[start : start + together])
-                with self._runner.only_losing(), torch.no_grad(), self._runner.running(step, takes_loss):
+                with (
+                    self._guard.keeping_engine_open(),
+                    torch.no_grad(),
+                    self._guard.running(step, takes_loss),
+                ):
                     self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
         return results
@@ -541,7 +544,7 @@ class Engine:
     def _refuse_unlike_rates(self, what: str, digests: Sequence[str]) -> None:
         """Raise ``BadInput`` on all ranks unless the ``digests`` of their hyper-parameters are equal."""
         if len(set(digests)) > 1:
-            gathered = self._runner.call(f"{what}, whose hyper-parameters differ", self._rates)
+            gathered = self._guard.exchange(f"{what}, whose hyper-parameters differ", self._rates)
             refuse_unlike(gathered, "hyper-parameters", "Set the same on all ranks before a step")
 
     def _refuse_edits(self, found: Sequence[Sequence[str]]) -> None:
@@ -550,7 +553,7 @@ class Engine:
         if not edited:
             return
         self.wait()
-        with self._runner.closing_on_error():
+        with self._guard.closing_on_error():
             self.held.undo_edits()
         raise BadInput(
             f"{edits_text(edited)}. The run's values were put back, and the engine goes on with them. To change"
@@ -560,7 +563,7 @@ class Engine:
 
     # Progress
 
-    def guard(self) -> None:
+    def guard_model(self) -> None:
         """Make the model refuse direct use, make steps refuse changes to it, and close at the end of the process."""
         self.held.guard()
         finish_at_exit(self)
@@ -587,7 +590,7 @@ class Engine:
             self._steps.resume(found.progress)
             if self._run.zeroth is not None:
                 self._run.zeroth.resume(found.progress, self._run.units)
-        self._runner.free_idle()
+        self._guard.free_idle_mezo_buffers()
         self._reports.engine_begins(self.preflight, self.steps_done)
 
     def _progress(self) -> dict[str, Any]:

@@ -15,21 +15,24 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .engine import Engine
 
-_open: dict[Engine, int] = {}
+class OpenEngine(Protocol):
+    def wait(self) -> None: ...
+    def give_up(self) -> None: ...
+
+
+_open: dict[OpenEngine, int] = {}
 """The engines that are not closed, each with the process that made it: also those that no variable names any more."""
 
 
-def finish_at_exit(engine: Engine) -> None:
+def finish_at_exit(engine: OpenEngine) -> None:
     """Wait for ``engine`` and stop it when this process ends (not when a fork of it ends)."""
     _open[engine] = os.getpid()
 
 
-def closed(engine: Engine) -> None:
+def closed(engine: OpenEngine) -> None:
     """Remove ``engine`` from the exit hook, because it has been stopped."""
     _open.pop(engine, None)
 

@@ -1,30 +1,27 @@
 """The choice of the blocks that a step computes again, for a run without a plan.
 
-A run that was given no fraction, budget or sample knows nothing of its micro-batches until they come. So the first step
-computes every block again, as ever, and what the graphs of its micro-batches hold is read from them (``GraphGauge``).
-From the next step on as many blocks keep their graphs as fit. No bit depends on it.
+A run that was given no fraction, budget or sample knows nothing of its micro-batches until they come. The first step
+computes every block again and measures what the graphs of its micro-batches hold (``GraphGauge``). From the next step
+on as many blocks keep their graphs as fit. No bit depends on it.
 
 1. A step whose micro-batches are larger in any dim than all that were measured is measured first, in the same way.
 2. What keeping takes comes from the operation lists (``memory_use``): for the largest sizes so far, and for the step's
    own number of micro-batches. Block inputs are counted twice, since the steps before have had theirs.
 3. It has to fit into what is free now, less a fifth, less what the process has held in earlier steps and will again.
 
-Where one of these is not known, all is computed again. Of several ranks the one that keeps fewest decides. Autograd's
-nodes list the tensors that they have saved. Reading the list runs no code of the model, unpacks nothing and changes no
-bit of the step. Not counted is what a block takes from outside (parameters, buffers and inputs) and what a hook on
-saved tensors has put elsewhere. Called by ``StepMaker``, and on the thread that computes. Sizes are bytes.
+Where one of these is not known, all is computed again. Of several ranks the one that keeps fewest decides. Called by
+``StepMaker``. Sizes are bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import accelerators
@@ -32,15 +29,14 @@ from ..measure.free_memory import free_host_bytes
 from ..quantities import round_up
 from ..schedule.memory_use import largest_fitting, predict
 from ..schedule.work import Work
-from .model.absent_parameters import AS_TENSORS
-from .model.boundaries import Boundary, Graph
-from .model.microbatches import OwnCall, casts
+from .memory.graph_sizes import GraphGauge, GraphSizes
+from .model.microbatches import OwnCall
 from .runtime import Runtime, Step
 from .setup.process_settings import most_process_bytes, process_bytes
 from .setup.step_planning import LISTS, RunPlan
 
 if TYPE_CHECKING:
-    from .steps import StepRules
+    from .step_maker import StepRules
 
 
 FREE_RESERVE = 1 / 5
@@ -52,7 +48,7 @@ BatchSignature = tuple[Any, tuple[tuple[int, torch.dtype, torch.Size], ...]]
 
 
 class RecomputationChoice:
-    """The choice of one run."""
+    """Chooses how many blocks each step computes again, by measured graph sizes and free memory."""
 
     def __init__(self, run: Runtime, plan: RunPlan, rules: StepRules) -> None:
         self._run, self._plan, self._rules = run, plan, rules
@@ -172,99 +168,3 @@ def _with_sizes(work: Work, sizes: GraphSizes) -> Work:
         blocks=tuple(replace(block, activation_bytes=nbytes) for block, nbytes in held),
         input_bytes=round_up(sizes.input_bytes),
     )
-
-
-SAVED = "_raw_saved_"
-"""Prefix of the attributes of a node that hold what it has saved, without unpacking it."""
-
-NOT_MEASURABLE = 1 << 50
-"""Number that stands for the bytes of a graph that cannot be measured; it is more than fits anywhere."""
-
-
-@dataclass(frozen=True)
-class GraphSizes:
-    """The largest sizes of some micro-batches, in bytes."""
-
-    input_bytes: int
-    """Bytes of the float tensors that flow into a block."""
-    activation_bytes: tuple[int, ...]
-    """Bytes that the graph of each block holds; 0 for the last, which is never kept."""
-
-    def __or__(self, other: GraphSizes) -> GraphSizes:
-        """Return the larger size of each kind."""
-        pairs = zip(self.activation_bytes, other.activation_bytes, strict=True)
-        return GraphSizes(max(self.input_bytes, other.input_bytes), tuple(max(pair) for pair in pairs))
-
-
-class GraphGauge:
-    """Measures what the graphs of some ``micro_batches`` of one step hold."""
-
-    def __init__(self, micro_batches: Iterable[int], blocks: int) -> None:
-        self._graphs: dict[int, list[int | None]] = {m: [None] * (blocks - 1) for m in micro_batches}
-        self._inputs: dict[int, int] = dict.fromkeys(self._graphs, 0)
-
-    def note(self, micro_batch: int, boundary: Boundary, graph: Graph, module: nn.Module) -> None:
-        """Measure ``graph``, which ``module`` has just computed from the inputs of ``boundary``."""
-        held = self._graphs.get(micro_batch)
-        if held is None or casts(boundary.autocast):  # then the graph would not be kept
-            return
-        inputs = [*pytree.tree_leaves(boundary.kept), *graph.leaves]
-        outside = [*module.parameters(), *module.buffers(), *inputs]
-        nodes = [root.node for root in graph.roots if root is not None]
-        try:
-            with AS_TENSORS():  # experts may be absent
-                places = {_place(t) for t in outside if isinstance(t, torch.Tensor)}
-            held[boundary.block] = held_bytes(nodes, places)
-        except RuntimeError:  # of tensors without a storage, such as sparse ones
-            held[boundary.block] = NOT_MEASURABLE
-        moving = sum(tensor.nbytes for tensor in graph.leaves)
-        self._inputs[micro_batch] = max(self._inputs[micro_batch], moving)
-
-    def sizes(self) -> GraphSizes | None:
-        """Return the largest sizes; None unless every block has run for every micro-batch."""
-        found: GraphSizes | None = None
-        for m, graphs in self._graphs.items():
-            if None in graphs:
-                return None
-            mine = GraphSizes(self._inputs[m], (*(count or 0 for count in graphs), 0))
-            found = mine if found is None else found | mine
-        return found
-
-
-def held_bytes(nodes: Iterable[Any], outside: set[int]) -> int:
-    """Return the bytes of the storages that a graph holds, except for those ``outside``.
-
-    ``nodes`` are those at which the gradients of the graph's outputs arrive.
-    """
-    found: dict[int, int] = {}
-    waiting, seen = [*nodes], {*nodes}
-    while waiting:
-        node = waiting.pop()
-        for tensor in _saved(node):
-            found[_place(tensor)] = tensor.untyped_storage().nbytes()
-        further = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= further
-        waiting += further
-    return sum(nbytes for place, nbytes in found.items() if place not in outside)
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """Return a number that tensors have in common if they share memory."""
-    return tensor.untyped_storage()._cdata
-
-
-def _saved(node: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a node of a graph has saved, and those that a function in Python keeps in attributes."""
-    for name in _names(type(node)):
-        held = getattr(node, name)
-        for saved in held if isinstance(held, (tuple, list)) else (held,):
-            if isinstance(saved.data, torch.Tensor):
-                yield saved.data
-    for tensor in pytree.tree_leaves(list(getattr(node, "__dict__", {}).values())):
-        if isinstance(tensor, torch.Tensor):
-            yield tensor
-
-
-@cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(SAVED))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,17 +29,15 @@ from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
 from .memory.expert_reader import ExpertReader
+from .memory.graph_sizes import GraphGauge
 from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, ParameterSamples, Residency
+from .memory.zeroth_order import ZerothOrderState
 from .model.absent_parameters import AbsentParameters
 from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
 from .model.microbatches import Coroutine
-
-if TYPE_CHECKING:
-    from .ops.mezo_ops import ZerothOrderState
-    from .recomputation import GraphGauge
 
 
 @dataclass

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ...errors import BlockInputChanged, ModelNotSupported
-from ..memory.residency import Form
+from ..memory.transfer_pool import PackedForm
 from .input_changes import fingerprint, hidden_gradient
 from .microbatches import Autocast, BlockCall
 
@@ -212,7 +212,7 @@ class Boundary:
     repeated: dict[int, int] = field(default_factory=dict)
     device: list[torch.Tensor] | None = None
     host: list[torch.Tensor] | None = None
-    forms: list[Form] = field(default_factory=list)
+    forms: list[PackedForm] = field(default_factory=list)
     roots: list[TensorOrigin] = field(default_factory=list)
     """Points of the thread's own graph that were first seen at this boundary."""
     grads: list[torch.Tensor | None] = field(default_factory=list)

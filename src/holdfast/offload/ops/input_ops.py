@@ -14,7 +14,7 @@ import torch
 from ...quantities import PAGE
 from ...schedule.operations import Op
 from ..memory.block_states import as_tensor
-from ..memory.residency import packed_bytes, unpacked
+from ..memory.transfer_pool import packed_bytes, unpacked
 from ..model.boundaries import BlockOutput, Boundary
 from ..runtime import Runtime, Step, of
 

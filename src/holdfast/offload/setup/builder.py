@@ -25,14 +25,15 @@ from .. import rng
 from ..data_parallel import DataParallelGroup
 from ..memory.block_states import BlockState, as_tensor
 from ..memory.device import Device
-from ..memory.residency import CROSSING, Residency
+from ..memory.residency import Residency
+from ..memory.transfer_pool import PINNED_KINDS
 from ..memory.unit_files import ExpertFile, StateTile, UnitFile
+from ..memory.zeroth_order import ZerothOrderState
 from ..model.blocks import Patch
 from ..model.initial_values import Init, initial_values
 from ..model.microbatches import hand_over
 from ..model.model_parts import ModelParts
 from ..model.quantised_layers import is_quant_state, set_quant_state
-from ..ops.mezo_ops import ZerothOrderState
 from ..runtime import InputScratch, Runtime, StoredBlock
 from .drive_setup import Drives
 from .engine_resume import ReshardedCommit, other_layout
@@ -72,7 +73,7 @@ def build(
     if not plan.placement.saving.loads_ahead:
         return_freed_at_once()
     limit = None if plan.memory is None else plan.memory.pinned_bytes
-    pool = BufferPool() if device.unified else BufferPool(device.pin, CROSSING, limit)
+    pool = BufferPool() if device.unified else BufferPool(device.pin, PINNED_KINDS, limit)
     resident, extents = parts.resident, count()
     kept = 0 if device.unified else buffers(plan.operations).get(("host", "kept_inputs"), 0)
     for files in stored.values():

@@ -21,7 +21,7 @@ from ...schedule.memory_use import predict
 from ...schedule.planner.placement import ORDER
 from ...schedule.work import BlockPlacement, StepShape
 from ..model.model_parts import ModelParts
-from ..steps import StepRules
+from ..step_maker import StepRules
 from .step_planning import LISTS, RunPlan
 
 if TYPE_CHECKING:

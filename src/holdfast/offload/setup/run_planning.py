@@ -34,7 +34,7 @@ from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
 from ..recomputation import can_measure
-from ..steps import DEFER, StepRules
+from ..step_maker import StepRules
 from .automatic_placement import Planner
 from .checks import (
     check_budget,
@@ -191,8 +191,8 @@ def plan_run(given: Arguments, drives: Drives, data_parallel: DataParallelGroup)
             rules, plan = _within_budget(rules, planned, room)
     modes = data_parallel.control.everyone(rules.clipping)
     with data_parallel.control.agreeing():
-        if rules.chooses and DEFER in modes:  # another rank has no memory for a guess
-            rules = replace(rules, clipping=DEFER)
+        if rules.chooses and "defer" in modes:  # another rank has no memory for a guess
+            rules = replace(rules, clipping="defer")
             plan = planned(rules)
     rules = replace(
         rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction,
@@ -250,7 +250,7 @@ def _within_budget(
     except DoesNotFit:
         if not rules.chooses:
             raise
-    rules = replace(rules, clipping=DEFER)
+    rules = replace(rules, clipping="defer")
     return rules, planned(rules)
 
 

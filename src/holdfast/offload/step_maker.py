@@ -1,12 +1,14 @@
-"""The making of a ``Step`` with its operations from the micro-batches and options that a caller gives the engine.
+"""The maker of steps: a ``Step`` with its operations, from micro-batches and options.
 
-Steps of the same shape share one operation list. The weight of each micro-batch, and the loss scale, are decided here,
-and how a step clips. Updates may wait for the gradient norm or be made at once on a guess, with the same bits
-(``Clipping``); which is faster depends on the machine and on how often a guess is wrong. A run begins by waiting, since
+Steps of the same shape share one operation list. The weight of each micro-batch and the loss scale are decided here.
+Called by the engine at every step.
+
+Clipping (``ClippingChoice``). Updates may wait for the gradient norm or be made at once on a guess, with the same bits
+(``Clipping``). Which is faster depends on the machine and on how often a guess is wrong. A run begins by waiting, since
 early training clips often. Once at least half of the recent steps would have been guessed right, guessing is tried;
 from then on the way with the lower expected time is taken. A step after a change is not measured, because updates of
 the step before were under way in it. On a run that clips every step nothing is tried. Of several ranks the first one's
-choice holds for all. Called by the engine at every step.
+choice holds for all.
 """
 
 from __future__ import annotations
@@ -27,9 +29,6 @@ from .offload_options import Clipping, Durability, Precision
 from .recomputation import RecomputationChoice
 from .runtime import MicroBatch, Runtime, Step
 from .setup.step_planning import LISTS, RunPlan
-
-DEFER: ClippingMode = "defer"
-SPECULATE: ClippingMode = "speculate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class StepRules:
         """Return the rules of a run whose fractions are not planned yet."""
         fp16, mode = precision.dtype == "fp16", clipping.mode
         if mode == "auto" and (schedule != "vertical" or durability.commit_every != 1):
-            mode = DEFER
+            mode = "defer"
         return cls(
             schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
             clip_norm=clipping.norm, clipping=mode,
@@ -84,7 +83,7 @@ class StepRules:
 
         Without ``clipping`` it guesses the norm, which needs as much memory in every class as waiting, or more.
         """
-        mode = SPECULATE if self.clipping == "auto" else self.clipping
+        mode = "speculate" if self.clipping == "auto" else self.clipping
         return StepShape(
             micro_batches=micro_batches,
             clipping="none" if self.clip_norm is None and self.loss_scale is None else clipping or mode,
@@ -258,10 +257,10 @@ RECENT_SHARE, RECENT_SECONDS = 1 / 8, 1 / 4
 
 
 class ClippingChoice:
-    """The choice of one run, by running means of the times that its steps took in both ways."""
+    """Chooses before each step whether updates wait for the norm or guess it, by mean times of earlier steps."""
 
     def __init__(self) -> None:
-        self.mode = DEFER
+        self.mode: ClippingMode = "defer"
         """The way of the next step."""
         self.wrong_share = 1.0
         """The running share of steps whose guess was wrong, or would have been."""
@@ -280,7 +279,7 @@ class ClippingChoice:
         self.wrong_share += (clipped - self.wrong_share) * RECENT_SHARE
         self._since_change += 1
         if mode == self.mode and self._since_change > 0:
-            key = mode, clipped and mode == SPECULATE
+            key = mode, clipped and mode == "speculate"
             before = self._seconds.get(key, seconds)
             self._seconds[key] = before + (seconds - before) * RECENT_SECONDS
         chosen = self._chosen()
@@ -290,9 +289,9 @@ class ClippingChoice:
     def _chosen(self) -> ClippingMode:
         if self._since_change < MEASURED:
             return self.mode
-        waiting, right = self._seconds.get((DEFER, False)), self._seconds.get((SPECULATE, False))
+        waiting, right = self._seconds.get(("defer", False)), self._seconds.get(("speculate", False))
         if right is None or waiting is None:
-            return SPECULATE if self.wrong_share < TRIED_BELOW else DEFER
-        wrong = self._seconds.get((SPECULATE, True), WRONG_COST * right)
+            return "speculate" if self.wrong_share < TRIED_BELOW else "defer"
+        wrong = self._seconds.get(("speculate", True), WRONG_COST * right)
         guessing = right + (wrong - right) * self.wrong_share
-        return SPECULATE if guessing < waiting * (1.0 if self.mode == SPECULATE else CLEARLY) else DEFER
+        return "speculate" if guessing < waiting * (1.0 if self.mode == "speculate" else CLEARLY) else "defer"

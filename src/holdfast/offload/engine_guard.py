@@ -1,4 +1,4 @@
-"""The safe running of an engine's steps: with the model patched, with every thread ended, and closed after an error.
+"""The guard of an engine's steps: the model is patched, no thread outlives its step, and an error closes the engine.
 
 An error of the model in an evaluation ends only that evaluation. After any other error the engine is closed: its
 threads have ended, the model is unpatched, nothing more is written, and the run can be resumed from its newest commit.
@@ -26,8 +26,8 @@ from .setup.model_values import HeldModel
 from .step_reports import StepReports
 
 
-class StepRunner:
-    """Runs the steps of one engine until it is closed."""
+class EngineGuard:
+    """Patches the model for each step, and closes the engine after an error."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class StepRunner:
         reports: StepReports,
         on_close: Callable[[], object],
     ) -> None:
-        """Prepare to run steps. ``on_close`` is called when the engine is closed, first of all."""
+        """Guard an engine of these parts. ``on_close`` is called when it is closed, first of all."""
         self._run, self._held, self._executor, self._reports = run, held, executor, reports
         self._on_close = on_close
         self._head = ChunkedHead(run.model) if has_ordinary_loss(run.model) else None
         self.is_closed = False
-        self.late: Step | None = None
+        self.uncommitted_step: Step | None = None
         """The newest step, while its commit waits for the state of a loop."""
 
     @contextmanager
@@ -70,7 +70,7 @@ class StepRunner:
                 torch.set_grad_enabled(grad)  # an interrupt may have left it otherwise
 
     @contextmanager
-    def only_losing(self) -> Iterator[None]:
+    def keeping_engine_open(self) -> Iterator[None]:
         """Let an error of the model in an evaluation end only the evaluation. Any other error closes the engine."""
         with self.closing_on_error():
             try:
@@ -94,16 +94,16 @@ class StepRunner:
             raise
 
     @contextmanager
-    def other_sizes(self) -> Iterator[None]:
+    def freeing_idle_buffers(self) -> Iterator[None]:
         """Free idle buffers before and after a pass of other sizes than a step of MeZO.
 
         Memory is planned for one of the two at a time: a step of MeZO, or catching up and evaluations.
         """
-        self.free_idle()
+        self.free_idle_mezo_buffers()
         yield
-        self.free_idle()
+        self.free_idle_mezo_buffers()
 
-    def free_idle(self) -> None:
+    def free_idle_mezo_buffers(self) -> None:
         """Free the idle buffers of a run of MeZO, once nothing is under way."""
         if self._run.zeroth is not None:
             self.wait()
@@ -118,8 +118,8 @@ class StepRunner:
 
     def give_up(self) -> None:
         """Stop without a further commit: what is under way ends, nothing else is written."""
-        if self.late is not None and self.late.late_progress is not None:
-            self.late.late_progress.cancel()
+        if self.uncommitted_step is not None and self.uncommitted_step.late_progress is not None:
+            self.uncommitted_step.late_progress.cancel()
         self._executor.abort()
         self.close()
 
@@ -148,18 +148,23 @@ class StepRunner:
 
     def refuse_incomplete(self) -> None:
         """Raise ``EngineFailed`` if the newest step waits for the state of a loop."""
-        if self.late is not None:
+        if self.uncommitted_step is not None:
             raise EngineFailed(
-                f"the loop has not completed step {self.late.number + 1}, whose commit waits for its state"
+                f"the loop has not completed step {self.uncommitted_step.number + 1}, whose commit waits for its state"
             )
 
-    def call(
+    def exchange(
         self, what: str, check: Callable[[], Any] = lambda: None, how: Callable[[], str] = lambda: ""
     ) -> list[Any]:
-        """Return what ``check`` returns on each rank; all ranks must call ``what`` now.
+        """Return what ``check`` returns on each rank.
 
-        ``BadInput`` is raised on all ranks, and all engines stay usable. After any other error of several ranks none is
-        usable.
+        Collective: every rank must call this. ``BadInput`` is raised on all ranks, and all engines stay usable. After
+        any other error of several ranks none is usable.
+
+        Args:
+            what: Name of the exchange, which must be the same on all ranks.
+            check: Run on each rank.
+            how: Asked after the check for details of the exchange, which must be the same on all ranks.
         """
         try:
             return self._run.data_parallel.call(what, check, how)
@@ -170,19 +175,28 @@ class StepRunner:
                 self.give_up()
             raise
 
-    def call_with(
+    def exchange_checked(
         self,
         what: str,
         micro_batches: Sequence[Any],
         loss_fn: Callable[..., Any] | None,
         check: Callable[[Sequence[Any]], Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Return the checked micro-batches of this rank, and what ``check`` returns for those of each rank."""
+        """Return the checked micro-batches of this rank, and what ``check`` returns for those of each rank.
+
+        Collective: every rank must call this, with as many micro-batches as the others.
+
+        Args:
+            what: Name of the exchange, which must be the same on all ranks.
+            micro_batches: This rank's micro-batches, as the caller gave them.
+            loss_fn: As given to the engine.
+            check: Run on each rank with its checked micro-batches.
+        """
         batches: list[Any] = []
 
         def checked() -> Any:
             batches.extend(checked_batches(micro_batches, loss_fn, self._run.patch.blocks))
             return check(batches)
 
-        gathered = self.call(what, checked, lambda: f" with {len(batches)} micro-batches")
+        gathered = self.exchange(what, checked, lambda: f" with {len(batches)} micro-batches")
         return batches, gathered

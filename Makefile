@@ -8,7 +8,9 @@ STAMP := $(VENV)/.installed
 # Images of containers set it. Without compiled files on disk each Python compiles torch anew: 13 s instead of 4 until it is imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train test test-all test-pool test-played test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
+.PHONY: environment install train test test-all test-pool test-played test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
+
+environment: $(RUNS)
 
 install: $(STAMP)
 
@@ -93,34 +95,35 @@ campaign: install
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
 # DeepSpeed compiles, which takes minutes. torch, the largest part of each by far, is by hard links that of $(VENV), which
-# has it by the same pin. The pip of $(VENV) installs, which is compiled by then.
+# has it by the same pin. The pip of $(VENV) installs into each.
 PEERS := .venv-peers
 TITAN := .venv-titan
 BESIDE := .venv-beside
-ENVIRONMENTS := $(PEERS)/bin/python $(TITAN)/bin/python $(BESIDE)/bin/python
-test-peers: $(ENVIRONMENTS) $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
+LINKED := $(addsuffix /.linked,$(PEERS) $(TITAN) $(BESIDE))
+test-peers: $(LINKED) $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
 	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest tests/peers
 	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py
 
-# All before anything is installed there, while nobody compiles what is linked.
-$(ENVIRONMENTS): | $(RUNS)
-	$(PYTHON) -m venv $(@:/bin/python=)
+# All three before anything is installed in them: an import meanwhile would compile the files that are linked.
+$(LINKED): | $(RUNS)
+	$(PYTHON) -m venv $(@D)
 	cd $(VENV)/lib/python3*/site-packages && \
-		cp -al torch torch-*.dist-info torchgen functorch $(CURDIR)/$(@:/bin/python=)/lib/python3*/site-packages
+		cp -alf torch torch-*.dist-info torchgen functorch $(CURDIR)/$(@D)/lib/python3*/site-packages
+	@touch $@
 
 pip_of = $(BIN)/pip --python $(1)/bin/python
 
-$(PEERS)/.installed: $(RUNS) constraints-dev.txt | $(PEERS)/bin/python
+$(PEERS)/.installed: $(RUNS) constraints-dev.txt | $(PEERS)/.linked
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(call pip_of,$(PEERS)) $(PIP_INSTALL) $(PINNED) -e ".[peers]"
 	@touch $@
 
-$(TITAN)/.installed: $(RUNS) constraints-dev.txt | $(TITAN)/bin/python
+$(TITAN)/.installed: $(RUNS) constraints-dev.txt | $(TITAN)/.linked
 	grep -v -E '^(datasets|fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
 	$(call pip_of,$(TITAN)) $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
 	@touch $@
 
 # What people who fine-tune install beside Holdfast, in the versions that pip chooses for them under constraints.txt alone.
-$(BESIDE)/.installed: $(RUNS) | $(BESIDE)/bin/python
+$(BESIDE)/.installed: $(RUNS) | $(BESIDE)/.linked
 	$(call pip_of,$(BESIDE)) $(PIP_INSTALL) -e ".[models]" trl datasets peft
 	$(call pip_of,$(BESIDE)) check
 	$(BESIDE)/bin/python -c "import datasets, holdfast, peft, transformers; from trl import SFTTrainer; holdfast.Checkpointer"

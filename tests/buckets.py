@@ -16,9 +16,8 @@ def served() -> Iterator[str]:
     """The address of a server that speaks S3, while it runs."""
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
     server = pytest.importorskip("moto.server", reason="the dev tools are not installed")
-    dispatcher = (
-        server.DomainDispatcherApplication
-    )  # it looks through the folders of all services at each request
+    # moto looks through the folders of all services at each request.
+    dispatcher = server.DomainDispatcherApplication
     if not hasattr(dispatcher.get_backend_for_host, "cache_info"):
         dispatcher.get_backend_for_host = cache(dispatcher.get_backend_for_host)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

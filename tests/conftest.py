@@ -93,7 +93,7 @@ def pytest_configure(config):
 
 
 def compile_once(path, config):
-    """As the import of ``path`` would, unless it is compiled."""
+    """Compile ``path`` as its import would, unless that was done."""
     if not path.name.startswith("test_"):
         if not os.path.exists(cache_from_source(path)):
             py_compile.compile(path, doraise=True)
@@ -121,8 +121,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def leave_to_campaign(config, items):
-    """Of a test marked ``campaign(keep=n)`` leave all but ``n`` cases; of one marked ``campaign(cover=True)`` as many
-    stay as have each value of each parameter once, with ``cover=2`` each pair of them.
+    """Deselect cases of tests marked ``campaign``.
+
+    ``keep=n`` keeps n cases, ``cover=True`` each parameter value once, ``cover=2`` each pair.
     """
     left, cases = set(), {}
     for item in items:
@@ -143,10 +144,10 @@ def leave_to_campaign(config, items):
 
 
 def among_others(items, waits):
-    """The files of tests that have a time of their own, evenly among the other files up to the last tenth.
+    """Spread the files whose tests have a timeout of their own among the other files, up to the last tenth.
 
-    Those wait for other processes more than they compute. Side by side on all workers they leave cores idle; the
-    longest are among them, and none of them should be what the others wait for at the end.
+    They wait for other processes more than they compute. Side by side on all workers they leave cores idle; the longest
+    are among them, and none of them should be what the others wait for at the end.
     """
     files = []
     for is_waiting, part in ((True, 0.9), (False, 1.0)):

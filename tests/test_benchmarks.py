@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-WITHOUT_SMALL = {
-    "campaign",
-    "peers_suites",
-    "times",
-    "ray_train",
-}  # of suites, this one's and those of others; of Ray
+# Test suites (ours and other projects'), and Ray, which takes too long to start.
+WITHOUT_SMALL = {"campaign", "peers_suites", "times", "ray_train"}
 SCRIPTS = sorted(
     path.stem
     for path in BENCHMARKS.glob("*.py")

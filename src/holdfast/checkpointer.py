@@ -380,6 +380,15 @@ class Checkpointer:
             raise
         return self.steps_done
 
+    def _count_from(self, step: int) -> None:
+        """Let a fresh run begin after ``step`` instead of 0.
+
+        For integrations whose trainer has loaded a state of that step. Call it before ``resume``, which replaces the
+        number where the run has steps.
+        """
+        assert not self._backend.begun
+        self._training.steps_done = step
+
     def _tell_resumed(self, target: int | None) -> None:
         """Print where the run continues, how it was recovered, and what is known to be lost."""
         lost = describe_lost_steps(self._events.path, self.steps_done) if target is None else "As asked for."

@@ -56,8 +56,10 @@ def resumed_at(root, step, states, feature="batchnorm", **options):
         return again.resume(step=step) == step and same(other.state(), states[step])
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_resumed_run_expects_bases_of_the_size_that_they_have(tmp_path, frozen):
+@pytest.mark.parametrize(("frozen", "saves"), [(False, True), (True, True), (False, False)])
+def test_a_resumed_run_expects_bases_of_the_size_that_they_have(tmp_path, frozen, saves):
+    """Also where the base that was loaded is of step 0, without the optimizer's state."""
+
     def opened():
         model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
         model[0].weight.requires_grad_(not frozen)
@@ -73,8 +75,10 @@ def test_a_resumed_run_expects_bases_of_the_size_that_they_have(tmp_path, frozen
                 model(torch.rand(4, 300)).sum().backward()
                 optimizer.step()
                 checkpointer.step()
-            checkpointer.save()
+            if saves or not steps:
+                checkpointer.save()
             newest = checkpointer._store.newest_base
+            checkpointer.close(save=saves)
     assert sum(expected) == newest.total_bytes and bool(expected[1]) == frozen
 
 

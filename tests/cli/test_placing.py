@@ -21,8 +21,8 @@ GPT = ["--model", "gpt-65b", "--machine", "a100-80g"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def played():
-    """What was simulated for one command is known to the next, as for the text of a plan after its document."""
+def cached_simulations():
+    """Keep each simulation for the commands that follow, such as a plan's text after its document."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fit", "play"):
             patch.setattr(placing, name, cache(getattr(placing, name)))

@@ -255,14 +255,18 @@ def test_texts_of_other_weights_are_refused(tmp_path, folder, options, said):
     assert not (tmp_path / "out" / "_holdfast").exists()
 
 
-def test_tools_are_refused_in_several_processes(tmp_path, folder):
+def test_tools_and_environments_are_refused_in_several_processes(tmp_path, folder):
     """With them each process generates as often as its own texts ask for."""
     trainer = policy(offloaded, folder, tmp_path / "out")
-    trainer.tools = [words]
-    refuse_generation(trainer)
-    trainer.args = SimpleNamespace(**vars(trainer.args), world_size=2)
-    with pytest.raises(BadInput, match="with tools each process generates"):
+    processes = SimpleNamespace(**vars(trainer.args), world_size=2)
+    for name, argument in (("tools", "tools"), ("environment_factories", "environment_factory")):
+        vars(trainer)[name] = [words]
         refuse_generation(trainer)
+        alone, trainer.args = trainer.args, processes
+        with pytest.raises(BadInput, match=f"with {argument} each process generates"):
+            refuse_generation(trainer)
+        trainer.args = alone
+        delattr(trainer, name)
 
 
 def test_metrics_of_logits_are_those_of_the_script_in_memory(tmp_path, folder):

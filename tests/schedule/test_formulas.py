@@ -40,6 +40,13 @@ def large_tiles(monkeypatch):
     monkeypatch.setattr(work, "TILE_BYTES", 2**30)
 
 
+@pytest.mark.parametrize(("name", "least"), [("commit_every", 0), ("retain", 1), ("least_steps", 0)])
+def test_a_method_refuses_numbers_below_the_least(name, least):
+    Method(**{name: least})
+    with pytest.raises(ValueError, match=f"{name} must be at least {least}"):
+        Method(**{name: least - 1})
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.campaign(cover=True)

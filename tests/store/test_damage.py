@@ -9,6 +9,7 @@ import pytest
 from combined import some_of
 from holdfast.errors import ChunkCorrupt, Damaged, FileMissing, ManifestCorrupt, NoCommit, QueueClosed
 from holdfast.io.queue import IOQueue
+from holdfast.store.format.manifest import Timeline
 from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content, flip
 
@@ -106,6 +107,20 @@ def test_a_damaged_timeline_record_is_found_and_repaired_by_the_next_writer(tmp_
     with TinyRun(tmp_path / "run") as run:
         assert run.step == 1
     assert reader.verify(whole) == []
+
+
+def test_lost_timeline_records_are_written_again_with_the_run_that_they_belong_to(tmp_path):
+    for _ in range(2):
+        with TinyRun(tmp_path / "run") as run:
+            run.take_step()
+    for path in (tmp_path / "run/timelines").iterdir():
+        path.unlink()
+    with TinyRun(tmp_path / "run"):
+        paths = [f"timelines/t000{number}.json" for number in (1, 2, 3)]
+        first, second, third = (
+            Timeline.decode((tmp_path / "run" / path).read_bytes(), path) for path in paths
+        )
+    assert first.run == second.run == third.run is not None
 
 
 @pytest.mark.parametrize("change", [-4096, -1, 1, 4096])

@@ -66,7 +66,7 @@ def test_nothing_is_written_before_an_opening_beside_reading_is_durable(tmp_path
     monkeypatch.setattr(run_store, "sync_all", sync_all)
     monkeypatch.setattr(run_store, "write_durably", write_durably)
     with LocalStore(tmp_path / "run") as store:
-        store.enter(waits=False)
+        store.enter(syncs_beside=True)
         assert store.head() == last and done == []
         store.begin(last)
     assert done == ["synced", "written"]
@@ -76,7 +76,7 @@ def test_nothing_is_written_before_an_opening_beside_reading_is_durable(tmp_path
 
     monkeypatch.setattr(run_store, "sync_all", fail)
     with LocalStore(tmp_path / "run") as store:
-        store.enter(waits=False)
+        store.enter(syncs_beside=True)
         for _ in range(2):
             with pytest.raises(DiskFailed, match="gone"):
                 store.begin(last)

@@ -294,7 +294,7 @@ class LogBackend(DurabilityBackend):
         if self._peers is None:
             if self._drives is not None:
                 self._drives.decide(store)
-            ranks.first_does(partial(store.enter, waits=False))
+            ranks.first_does(partial(store.enter, syncs_beside=True))
             run_store.see_alike(store, ranks)
             return store
         assert isinstance(store, NodeStore)
@@ -329,8 +329,6 @@ class LogBackend(DurabilityBackend):
         newest = self._store.newest_base
         is_as_was = found is not None and (found.same_cut or self._disk_step is not None)
         goes_on = is_as_was and newest is not None
-        if is_as_was and self._training.ranks.alone:
-            pace.bases.expect(self._recovery.base_bytes)
         # A base is made by all ranks or by none, and one may know of damage that others have not met.
         if all(self._training.ranks.everyone(goes_on)) and newest is not None:
             pace.continue_after(newest.step, newest.oldest_step)

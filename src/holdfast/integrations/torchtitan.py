@@ -3,12 +3,13 @@
     config.checkpoint = StepCheckpointManager.Config(enable=True)  # in a function that --config names
     config.checkpoint = CheckpointManager.Config(enable=True, interval=100)  # commits alone
 
-``StepCheckpointManager`` holds a ``Checkpointer``: torchtitan's trainer asks its manager to save after each step, which
-ends the record of the step, and to load before the first, which resumes.
+``StepCheckpointManager`` holds a ``Checkpointer`` for the run in ``<dump_folder>/<folder>``. torchtitan's trainer asks
+its manager to load before the first step, which resumes the run, and to save after each step, which ends the record of
+the step.
 
-With ``CheckpointManager``, where torchtitan makes a folder for each step, this makes a commit of the run in
-``<dump_folder>/<folder>``, by ``integrations.dcp``. torchtitan still decides when to save and what stays. The
-overridden methods are those by which torchtitan 0.3 names, finds, writes, reads and removes the checkpoint of a step.
+``CheckpointManager`` makes a commit of that run, by ``integrations.dcp``, where torchtitan makes a folder for a step.
+torchtitan still decides when to save and what stays. The overridden methods are those by which torchtitan 0.3 names,
+finds, writes, reads and removes the checkpoint of a step.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class StepCheckpointManager(titan.CheckpointManager):
             **self._options,
         )
         if is_new:  # the steps of what was loaded count, so that numbers of steps are those of torchtitan
-            checkpointer._training.steps_done = self.states[titan.TRAIN_STATE].step
+            checkpointer._count_from(self.states[titan.TRAIN_STATE].step)
         done = checkpointer.resume(step=None if is_new or step == -1 else step)
         return is_loaded or done > 0
 

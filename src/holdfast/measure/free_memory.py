@@ -1,7 +1,8 @@
 """The memory that a process may still take.
 
 What the system calls free leaves out files in the page cache, which it gives up on demand, and ignores the limit of a
-container; ``free_host_bytes`` counts both.
+container; ``free_host_bytes`` counts both. Called by the planning of runs and plans, ``recomputation`` and
+``memory_copies``.
 """
 
 from __future__ import annotations

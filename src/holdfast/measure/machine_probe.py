@@ -5,8 +5,7 @@ marked so. It lies in ``$XDG_CACHE_HOME/holdfast`` (``~/.cache/holdfast``), one 
 system; ``holdfast plan --machine`` reads the same files. ``HOLDFAST_MACHINE`` names another profile to use instead,
 which is never written.
 
-Called by ``holdfast probe``, and by ``offload`` on the first run on a
-machine.
+Called by ``holdfast probe``, and by ``offload`` on the first run on a machine.
 """
 
 from __future__ import annotations

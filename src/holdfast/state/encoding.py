@@ -46,7 +46,7 @@ _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, li
 _OF_TORCH = ("dtype", "layout", "memory_format")
 """The kinds of torch constants, each stored by the name that torch gives it."""
 _MOST_JSON_INT = 2**63
-ITSELF = {type(None), bool, float, str}
+_STORED_AS_IS = {type(None), bool, float, str}
 """Types whose values are stored as they are."""
 
 
@@ -95,7 +95,7 @@ def _encode_items(items: Any, where: str, known: Known | None) -> list[Any]:
     """Return each item as JSON-able data. Many numbers or texts alone, as an order of samples, are copied at once."""
     kinds = {*map(type, items)}
     is_short = kinds == {int} and min(items) >= -_MOST_JSON_INT and max(items) < _MOST_JSON_INT
-    if is_short or kinds <= ITSELF:
+    if is_short or kinds <= _STORED_AS_IS:
         return [*items]
     return [_encode(item, f"{where}[{i}]", known) for i, item in enumerate(items)]
 
@@ -103,7 +103,7 @@ def _encode_items(items: Any, where: str, known: Known | None) -> list[Any]:
 def _encode_dict(value: dict, where: str, known: Known | None) -> dict[str, Any]:
     if all(type(key) is str and not key.startswith("__") for key in value):
         return {
-            key: item if type(item) in ITSELF else _encode(item, f"{where}[{key!r}]", known)
+            key: item if type(item) in _STORED_AS_IS else _encode(item, f"{where}[{key!r}]", known)
             for key, item in value.items()
         }
     return {"__dict__": _encode_pairs(value, where, known)}

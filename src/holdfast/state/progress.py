@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..accelerators import current_kind, random_states, set_random_states
 from ..errors import BadInput, RunMismatch
 from ..quantities import counted, shown
-from .encoding import ITSELF, decode, encode
+from .encoding import decode, encode
 
 OF_VERSIONS = {
     *("verbose", "default_min_lr", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"),
@@ -63,7 +63,7 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
     return [
         {
-            key: value if type(value) in ITSELF else encode(value, f"param_groups[{number}][{key!r}]", known)
+            key: encode(value, f"param_groups[{number}][{key!r}]", known)
             for key, value in group.items()
             if key != "params"
         }
@@ -80,11 +80,7 @@ def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapp
         group, position = told["__member__"]
         return groups[group]["params"][position]
 
-    values = [
-        {key: value if type(value) in ITSELF else decode(value, resolve) for key, value in each.items()}
-        for each in saved
-    ]
-    fill_groups(groups, values)
+    fill_groups(groups, [{key: decode(value, resolve) for key, value in each.items()} for each in saved])
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:

@@ -78,7 +78,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return self.elements * self.itemsize
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as an index describes it, without its fragments."""

@@ -2,8 +2,8 @@
 
 ``LocalStore`` locks the directory, opens a timeline and hands out the files of units, logs and scratch; its base
 classes make commits (``commit_writer``) and retire them (``retained_commits``). With several ranks the first one locks
-the run and opens its timeline, then the others join, after a check that all see the same directories. On entering,
-every listed commit survives power loss with all that it names. Called by everything that writes a run.
+the run and opens its timeline, then the others join, after a check that all see the same directories. Before the
+first write, every listed commit survives power loss with all that it names. Called by everything that writes a run.
 """
 
 from __future__ import annotations
@@ -106,15 +106,16 @@ class LocalStore(WrittenCommits):
         store.enter()
         return store
 
-    def enter(self, waits: bool = True) -> None:
+    def enter(self, syncs_beside: bool = False) -> None:
         """Take the lock and make the directory ready, created if absent.
 
-        On return, every listed commit survives power loss with all that it names, even in a directory that was just
-        copied or restored. Temporary files and scratch of an earlier process are gone. ``close`` removes what this made
-        if nothing was begun.
+        Every listed commit survives power loss with all that it names: on return, or with ``syncs_beside`` before the
+        first write. That holds even in a directory that was just copied or restored. Temporary files and scratch of an
+        earlier process are gone. ``close`` removes what this made if nothing was begun.
 
         Args:
-            waits: False has the queue make the commits durable while the caller reads; the first write waits for that.
+            syncs_beside: Sync in the background while the caller reads. The first write waits for it, and raises its
+                error.
 
         Raises:
             RunLocked: Another process writes to the directory.
@@ -137,10 +138,10 @@ class LocalStore(WrittenCommits):
             self._drop_orphans()
             self.unread = [error for stream in streams(self.disk) for error in trim(self.disk, stream)]
             sync = partial(sync_all, self.disk, self._retained)
-            if waits:
-                sync()
-            else:
+            if syncs_beside:
                 self._syncing = self.queue.submit([], kind="state", phase="reopen", priority=0, finish=sync)
+            else:
+                sync()
         except BaseException:
             self.close()
             raise
@@ -190,7 +191,7 @@ class LocalStore(WrittenCommits):
             write_durably(self.disk, record.path, record.encode(), why="timeline")
             failpoints.reach("after_timeline_opened")
             self.timeline, self._fork = record.id, record
-            self._timelines = {**records, record.id: record}
+            self._timelines = self.timelines()[0] if damaged else {**records, record.id: record}
             restore(self.disk, self._timelines, damaged)
             if not by_saves:  # with by_saves, the first commit switches the timeline and retires
                 self._retire()

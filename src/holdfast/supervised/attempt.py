@@ -114,12 +114,14 @@ def training_directory(run: str | os.PathLike[str]) -> Path:
     Raises ``BadInput`` for a relative path in a worker of Ray, where a training would begin anew in each session.
     """
     path, attempt = home_path(run), Attempt.here()
+    if attempt is not None:
+        return attempt.directory_of(path)
     if not path.is_absolute() and RAY_SESSION.search(f"{os.getcwd()}/"):
         raise BadInput(
             f"{run} would be in {os.getcwd()}, which is of this session of Ray and this machine alone, so that another"
             " session would begin anew. Give an absolute path that all workers see."
         )
-    return path if attempt is None else attempt.directory_of(path)
+    return path
 
 
 def shared_directory(run: str | os.PathLike[str], ranks: Ranks, has_nodes: bool) -> Path:

@@ -10,7 +10,7 @@ log of one writer is called a stream. Called by ``run_recovery``, by compaction,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -164,12 +164,10 @@ class Lineage:
         self._arrange_buffers(state, rank)
         sources, stream, here = self._sources(state), self.stream_of(rank), state.shared()
         self._refuse_joined(here, stream, is_cut_alike=sources is not None)
-        overlap_alike = self.overlap_alike(state, stream, here)
-        if not overlap_alike:
+        if not self.overlap_alike(state, stream, here):
             self._refuse_apart(state, after_update)
-        as_written = sources is not None and overlap_alike and self._has_buffers_of(state, stream)
-        streams = {*sources.values()} or {stream} if as_written and sources is not None else {*self.chains}
-        self._refuse_other_arithmetic(state, after_update is not None, streams)
+        as_written = self.is_as_written(state, rank, here)
+        self.refuse_other_arithmetic(state, after_update is not None, rank, here)
         if as_written and reached is not None and self._continues(reached, stream):
             self.watch.begins(self.base, list(self.chains.values()), reached.step)
             self._step_on(state, self._takings(state, sources or {}, stream), after_update, reached.step)
@@ -183,10 +181,13 @@ class Lineage:
             self._recut(state, after_update)
         self._arrange_buffers(state, rank)  # it may have ended at an earlier step
 
-    def is_as_written(self, state: LiveState, rank: int) -> bool:
-        """Return whether ``state`` holds exactly the regions that the writers stored, and is replayed itself."""
+    def is_as_written(self, state: LiveState, rank: int, here: Shared | None = None) -> bool:
+        """Return whether ``state`` holds exactly the regions that the writers stored, and is replayed itself.
+
+        ``here`` is how tensors of ``state`` overlap, where that is known.
+        """
         stream = self.stream_of(rank)
-        is_cut_alike = self._sources(state) is not None and self.overlap_alike(state, stream)
+        is_cut_alike = self._sources(state) is not None and self.overlap_alike(state, stream, here)
         return is_cut_alike and self._has_buffers_of(state, stream)
 
     def refuse_other_model(self, state: LiveState) -> None:
@@ -198,24 +199,21 @@ class Lineage:
         }
         state.check(kinds)
 
-    def refuse_other_arithmetic(self, state: LiveState, after_update: bool, rank: int | None = None) -> None:
+    def refuse_other_arithmetic(
+        self, state: LiveState, after_update: bool, rank: int | None = None, here: Shared | None = None
+    ) -> None:
         """Raise ``OtherArithmetic`` if the records that ``rank`` replays (None: all) would not give training's bits.
 
-        Changes nothing. Where the line allows an approximation, note that it is one.
+        Changes nothing. Where the line allows an approximation, note that it is one. ``here`` is that of
+        ``is_as_written``.
         """
         streams = set(self.chains)
-        if rank is not None and self.is_as_written(state, rank):
+        if rank is not None and self.is_as_written(state, rank, here):
             streams = {*(self._sources(state) or {}).values()} or {self.stream_of(rank)}
-        self._refuse_other_arithmetic(state, after_update, streams)
-
-    def _refuse_other_arithmetic(
-        self, state: LiveState, after_update: bool, streams: Collection[str]
-    ) -> None:
-        """Refuse as ``refuse_other_arithmetic`` does, for the records of ``streams``."""
         replayed = [stream for stream in streams if self.chains[stream].records]
-        needed, here = operations_of(state.optimizers, after_update), arithmetic_here(state)
+        needed, ours = operations_of(state.optimizers, after_update), arithmetic_here(state)
         notes = [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}) for stream in replayed]
-        found = {name for there in notes for name in differing(there, here, needed)}
+        found = {name for there in notes for name in differing(there, ours, needed)}
         if not found or self.allows_approximation:
             self.is_approximate = bool(found)
             return

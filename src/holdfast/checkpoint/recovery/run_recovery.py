@@ -242,11 +242,8 @@ class _Search:
             except Unreadable as error:
                 ended.append(error)
                 return _Outcome(-1, error.step, None, is_unread=True)
-            except (
-                Damaged,
-                DiskFailed,
-                FileNotFoundError,
-            ) as error:  # the last of an object removed meanwhile
+            # FileNotFoundError: an object of a bucket that was removed meanwhile
+            except (Damaged, DiskFailed, FileNotFoundError) as error:
                 return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
             return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
 
@@ -259,9 +256,8 @@ class _Search:
             if len(reachable) < len(outcomes):
                 return None
             target = min(reachable)
-            if all(
-                each.is_unread for each in outcomes if each.could == target
-            ):  # other ranks could continue from there
+            # only unreadable data ends it there, and other ranks could continue
+            if all(each.is_unread for each in outcomes if each.could == target):
                 self.ranks.all_do(partial(_tell_unreadable, ended, target))
             if all(each.has == target for each in outcomes):
                 return tried[0]

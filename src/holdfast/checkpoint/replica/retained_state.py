@@ -182,10 +182,11 @@ def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
 def _look(place: Path, folder: str, store: LocalStore) -> RetainedState | None:
     if not (place / folder / "commits").is_dir():
         return None
-    with shared_memory.opened(place / folder, store.queue) as memory, memory.unchanging():
+    with shared_memory.opened(place / folder, store.queue) as memory:
         try:
-            commits = memory.commits()
-            line = Lineage.of(memory, memory.load(commits[0]), None) if commits else None
+            with memory.unchanging():
+                commits = memory.commits()
+                line = Lineage.of(memory, memory.load(commits[0]), None) if commits else None
         except CommitRetired:  # its owner has removed it meanwhile
             return None
         except Damaged as error:

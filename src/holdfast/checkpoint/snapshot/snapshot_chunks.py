@@ -76,10 +76,7 @@ class SnapshotChunk:
 def divided(
     owned: dict[str, Held], state: LiveState, prefix: str = "", frozen: Collection[str] = ()
 ) -> tuple[list[SnapshotChunk], dict[str, Any]]:
-    """Divide what is ``owned`` into chunks, without files yet, and return them with the index of their content.
-
-    The parameters ``frozen`` come first, in chunks without any other.
-    """
+    """Return ``chunks_of(...)`` and the index of their content."""
     units = chunks_of(owned, state, prefix, frozen)
     return units, _index_of(units, owned, state)
 
@@ -87,7 +84,10 @@ def divided(
 def chunks_of(
     owned: dict[str, Held], state: LiveState, prefix: str = "", frozen: Collection[str] = ()
 ) -> list[SnapshotChunk]:
-    """Return the chunks into which ``divided`` divides what is ``owned``."""
+    """Return what is ``owned`` as chunks without files yet.
+
+    The parameters ``frozen`` come first, in chunks without any other.
+    """
     groups = _groups(owned, state, frozen)
     return [_unit(prefix, number, *of, owned, state, frozen) for number, of in enumerate(groups)]
 

@@ -119,7 +119,8 @@ class SnapshotWriter:
         """The frozen parameters when the state was divided last."""
         self._chunks = FrozenChunks(recorder, waits)
         self._units: list[SnapshotChunk] = []
-        self._expected: tuple[int, int] | None = None
+        self._expected = 0, 0
+        self._expected_of: dict[str, TensorEntry] | None = None
         """The sizes of a snapshot before the state was divided for one; None before they were asked for."""
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, TensorEntry] = {}
@@ -144,7 +145,7 @@ class SnapshotWriter:
 
         With ``is_copy`` its tensors are new copies of the training's, of which only the bytes tell what has changed.
         """
-        self._state, self._atoms, self._expected = state, {}, None
+        self._state, self._atoms, self._expected_of = state, {}, None
         if is_copy:
             self._warns = False  # the trainer has seen the change
             self._chunks.distrust()
@@ -216,17 +217,14 @@ class SnapshotWriter:
         """Return ``full_bytes`` and ``frozen_bytes``, also before the first snapshot of this process."""
         if self._units:
             return self.full_bytes, self.frozen_bytes
-        if self._expected is None:
-            state = self._state
-            units = chunks_of(owned_by(state), state, self._prefix, frozen_in(state))
+        state, owned = self._state, owned_by(self._state)
+        atoms = atoms_of(owned)
+        if atoms != self._expected_of:  # an optimizer's state appears with its first step
+            units = chunks_of(owned, state, self._prefix, frozen_in(state))
             frozen = sum(unit.layout.file_bytes for unit in units if unit.is_frozen)
             self._expected = sum(unit.layout.file_bytes for unit in units) - frozen, frozen
+            self._expected_of = atoms
         return self._expected
-
-    def expect(self, loaded_bytes: int) -> None:
-        """Believe that a snapshot takes as many bytes as the one that was loaded. Not if some of them are frozen."""
-        if loaded_bytes and not frozen_in(self._state):
-            self._expected = loaded_bytes, 0
 
     def is_as_in(self, base: Manifest) -> bool:
         """Return whether the published snapshot ``base`` holds the state as it is now, by all of its bytes.

@@ -21,8 +21,12 @@ from ...state.progress import random_state, restore_random_state
 
 USED = "_prepare_inputs", "_step", "_buffered_inputs", "num_iterations"
 """The attributes and methods that this module uses of a trainer that generates."""
-ROUNDS = "tools", "environment_factories", "rollout_func"
-"""Attributes of a trainer that let a process generate as often as its own texts ask for."""
+UNEQUAL_PASSES = {
+    "tools": "tools",
+    "environment_factories": "environment_factory",
+    "rollout_func": "rollout_func",
+}
+"""Attributes of a trainer that let a process generate as often as its own texts ask for, and their arguments."""
 
 
 def generates(trainer_class: type[Trainer]) -> bool:
@@ -51,9 +55,10 @@ def refuse_generation(trainer: Any) -> None:
             " are generated for each step anew. Give num_iterations=1, and leave out steps_per_generation and"
             " generation_batch_size."
         )
-    if args.world_size > 1 and (rounds := [each for each in ROUNDS if getattr(trainer, each, None)]):
+    given = [argument for name, argument in UNEQUAL_PASSES.items() if getattr(trainer, name, None)]
+    if args.world_size > 1 and given:
         raise BadInput(
-            f"with {rounds[0]} each process generates as often as its own texts ask for, and the {args.world_size}"
+            f"with {given[0]} each process generates as often as its own texts ask for, and the {args.world_size}"
             " processes here have to make the same passes: start the script by itself"
         )
     if "ref" in getattr(trainer.model, "peft_config", ()):

@@ -41,11 +41,11 @@ from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
 from .script_model import (
     do_nothing,
     left_to_the_engine,
+    names_outside_optimizer,
     precision_of,
-    refuse_clipped_beside,
+    refuse_clipping_of_others,
     switch_off_checkpointing,
     weights_of,
-    without_optimizer,
 )
 from .several_processes import refuse_unlike_processes
 
@@ -76,7 +76,7 @@ class OffloadedLoop:
         """The moves of schedules since the newest step; None before the first."""
         self._moves_after_steps: set[int] = set()
         """The numbers of moves that followed the steps before it."""
-        self._not_trained: list[str] = []
+        self._outside_optimizer: list[str] = []
         """The parameters that require a gradient and are not in the optimizer."""
 
     # What prepare is given
@@ -149,7 +149,7 @@ class OffloadedLoop:
         if isinstance(optimizer, MeZO):
             raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")
         self._agree_on_batches()
-        self._not_trained = without_optimizer(self.model, optimizer)
+        self._outside_optimizer = names_outside_optimizer(self.model, optimizer)
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
         vars(optimizer)["zero_grad"] = MethodType(do_nothing, optimizer)
         usual: dict[str, Any] = {
@@ -424,7 +424,7 @@ class OffloadedLoop:
         named = {id(each): name for name, each in self.model.named_parameters()}
         names = {named[each] for each in given if each in named}
         try:
-            refuse_clipped_beside([name for name in self._not_trained if name in names])
+            refuse_clipping_of_others([name for name in self._outside_optimizer if name in names])
         except BadInput:
             self.abandon()
             raise

@@ -38,9 +38,9 @@ from . import generation
 from .script_model import (
     do_nothing,
     left_to_the_engine,
+    names_outside_optimizer,
     precision_of,
-    refuse_clipped_beside,
-    without_optimizer,
+    refuse_clipping_of_others,
 )
 from .several_processes import AgreedControl, refuse_unlike_processes, set_remainder
 
@@ -105,7 +105,7 @@ class OffloadedTraining(Training):
         optimizer.step = MethodType(left_to_the_engine(do_nothing), optimizer)
         norm, fetched = trainer.args.max_grad_norm, trainer.args.gradient_accumulation_steps
         if norm and norm > 0:
-            refuse_clipped_beside(without_optimizer(trainer.model, optimizer))
+            refuse_clipping_of_others(names_outside_optimizer(trainer.model, optimizer))
         usual: dict[str, Any] = {
             "device": str(trainer.args.device),
             "precision": precision_of(trainer.model, mixed=trainer.args.bf16),

@@ -198,7 +198,9 @@ class OffloadedSteps(Trainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the class returns for ``inputs``, from a pass over all batches that are at hand."""
         engine, step = self.engine, super().prediction_step
-        if engine is None or _calls_often(self, *args, **kwargs):  # each call of the model is a pass then
+        if engine is None or _calls_model_repeatedly(
+            self, *args, **kwargs
+        ):  # each call of the model is a pass then
             return step(model, inputs, *args, **kwargs)
         ahead = self._ahead or BatchesAhead([], 1)
         if id(inputs) not in ahead.results:
@@ -324,7 +326,7 @@ def _refuse(trainer: Any) -> None:
         )
 
 
-def _calls_often(trainer: Any, prediction_loss_only: bool, *_: Any, **__: Any) -> bool:
+def _calls_model_repeatedly(trainer: Any, prediction_loss_only: bool, *_: Any, **__: Any) -> bool:
     """Return whether the trainer's ``prediction_step`` calls the model more than once."""
     generates_texts = getattr(trainer.args, "predict_with_generate", False)
     return not prediction_loss_only and (generates_texts or _has_loss_of_sft(trainer))

@@ -97,14 +97,14 @@ def precision_of(model: Any, mixed: bool) -> str:
     return "bf16" if mixed or short else "fp32"
 
 
-def without_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def names_outside_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of parameters of ``model`` that require a gradient and are not in ``optimizer``."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
 
 
-def refuse_clipped_beside(names: Sequence[str]) -> None:
-    """Raise ``BadInput`` if a loop clips parameters ``names`` that its optimizer lacks.
+def refuse_clipping_of_others(names: Sequence[str]) -> None:
+    """Raise ``BadInput`` if there are ``names``: parameters that a loop clips and its optimizer lacks.
 
     In memory their gradients are part of the norm; the engine computes gradients only of what it trains.
     """

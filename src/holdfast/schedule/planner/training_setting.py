@@ -35,7 +35,7 @@ class Method:
     commit_every: int = 1
     """Steps from one commit to the next; 0 is none."""
     retain: int = 2
-    """Number of newest whole steps kept."""
+    """Number of newest whole steps kept; at least 1."""
     order: Literal["plain", "snake"] = "plain"
     param_bytes: int = 2
     """Bytes of one parameter on the device."""
@@ -59,9 +59,9 @@ class Method:
             raise ValueError(f"clipping is {' or '.join(CLIPPING)}, not {self.clipping!r}")
         if self.order not in ("plain", "snake"):
             raise ValueError(f"order is plain or snake, not {self.order!r}")
-        for name in ("commit_every", "retain", "least_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name, least in {"commit_every": 0, "retain": 1, "least_steps": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def delayed(self) -> float | None:

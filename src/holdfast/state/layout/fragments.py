@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from operator import mul
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -194,7 +193,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     >>> row_major((2, 3, 4))
     (12, 4, 1)
     """
-    return (*accumulate(reversed(shape[1:]), mul, initial=1),)[::-1] if shape else ()
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def dense(box: Region, part: int, offset: int = 0) -> Fragment:

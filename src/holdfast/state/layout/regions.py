@@ -270,7 +270,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of ``tensor``, in the same memory."""
-    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+    return cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
 
 
 def is_cut_alike(tensor: torch.Tensor, like: torch.Tensor) -> bool:

@@ -423,7 +423,7 @@ def _opened_engine(
     engine.begin(start.found, start.beginning)
     with made.data_parallel.control.agreeing():
         engine.held.take_over()
-    engine.guard_model()
+    engine.guard()
     if made.data_parallel.rank == 0:
         say_opened(given.place, engine.steps_done)
     if witness is not None:

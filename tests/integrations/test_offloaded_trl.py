@@ -22,7 +22,7 @@ from transformers import (  # noqa: E402
 )
 
 from holdfast.errors import BadInput, ModelNotSupported  # noqa: E402
-from holdfast.integrations.out_of_core.generation import refuse_generation  # noqa: E402
+from holdfast.integrations.out_of_core.generation import EqualPasses, refuse_generation  # noqa: E402
 from holdfast.integrations.transformers import offloaded  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
 from offloaded_script import logged  # noqa: E402
@@ -253,6 +253,20 @@ def test_texts_of_other_weights_are_refused(tmp_path, folder, options, said):
     with pytest.raises(BadInput, match=said):
         policy(offloaded, folder, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "_holdfast").exists()
+
+
+def test_generation_makes_equal_passes_until_the_model_is_its_own_again():
+    """A callback may say otherwise, and a model may be pickled after training."""
+
+    class Writer:
+        def generate(self, *args, **kwargs):
+            return args, kwargs
+
+    model = Writer()
+    passes = EqualPasses(model)
+    assert model.generate(1, synced_gpus=False, n=2) == ((1,), {"synced_gpus": True, "n": 2})
+    passes.remove()
+    assert model.generate(1) == ((1,), {}) and vars(model) == {}
 
 
 def test_tools_and_environments_are_refused_in_several_processes(tmp_path, folder):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from torchtitan.components import checkpoint as titan  # pyrefly: ignore[missing
 from torchtitan.tools.utils import GarbageCollection  # pyrefly: ignore[missing-import]
 
 from ..checkpointer import Checkpointer
+from ..distributed import Ranks
 from ..errors import BadInput
 from ..quantities import shown
 from ..store.commit.retention import Keep
@@ -35,7 +37,7 @@ from .dcp import StorageReader, StorageWriter
 
 __all__ = ["CheckpointManager", "StepCheckpointManager"]
 
-OF_FOLDERS = "interval", "keep_latest_k", "async_mode", "enable_first_step_checkpoint"
+OF_FOLDERS = "keep_latest_k", "async_mode", "enable_first_step_checkpoint"
 """The options of torchtitan that say when it makes folders and how many stay."""
 
 
@@ -87,7 +89,9 @@ class StepCheckpointManager(titan.CheckpointManager):
 
         Collective: every rank must call this.
         """
-        is_new = RunReader(self.folder).head() is None
+        with closing(Ranks.here(self._options.get("deadline_seconds", 300.0))) as ranks:
+            # with nodes= a rank may have a new disk, and with damage a commit that cannot be read
+            is_new = all(ranks.everyone(not RunReader(self.folder).commits()))
         is_loaded = is_new and super()._load(step)
         own = {titan.MODEL, titan.OPTIMIZER, titan.DATALOADER, titan.LR_SCHEDULER}
         loader = self.states[titan.DATALOADER]

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import Trainer
 
 from ...errors import BadInput
-from ...offload.engine import Engine
 from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 
@@ -68,19 +67,24 @@ def refuse_generation(trainer: Any) -> None:
         )
 
 
-def generate_together(model: Any, engine: Engine) -> None:
-    """Let ``model.generate``, while ``engine`` is open, make as many passes in each process as in all others.
+class EqualPasses:
+    """Makes ``model.generate`` do as many passes in each process as in all others, until ``remove``.
 
-    transformers then goes on, without using the results, until the texts of all processes are complete.
+    transformers goes on, without using the results, until the texts of all processes are complete.
     """
-    if not hasattr(model, "generate"):
-        return
-    generate = model.generate
 
-    def together(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **({} if engine.is_closed else {"synced_gpus": True}) | kwargs)
+    def __init__(self, model: Any) -> None:
+        self._attributes, self._generate = vars(model), model.generate
+        self._before = {name: self._attributes[name] for name in ("generate",) if name in self._attributes}
+        self._attributes["generate"] = self._generate_equally
 
-    vars(model)["generate"] = together
+    def remove(self) -> None:
+        """Give the model its own ``generate`` back."""
+        self._attributes.pop("generate", None)
+        self._attributes.update(self._before)
+
+    def _generate_equally(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(*args, **kwargs | {"synced_gpus": True})
 
 
 def begin(trainer: Any) -> None:

@@ -119,8 +119,8 @@ class OffloadedTraining(Training):
         self.engine.take_calls(
             [trainer.model, *[inner] * (inner is not trainer.model)], self._refuse_amid_step
         )
-        if self._processes > 1:
-            generation.generate_together(inner, self.engine)
+        if self._processes > 1 and hasattr(inner, "generate"):
+            self.engine.held.until_unguard(generation.EqualPasses(inner))
         if self._restored is None:
             self._first_step = self.engine.steps_done
             generation.begin(trainer)

@@ -10,11 +10,10 @@ of the model by the script is refused while an engine holds it, or becomes a pas
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ...io.buffers import Buffer
 from ...optim.mezo import pending_of
@@ -272,6 +271,12 @@ def _form(parameter: nn.Parameter) -> tuple[Any, ...]:
     return parameter._version, parameter.dtype, None if parameter.is_meta else parameter.data_ptr()
 
 
+class Hook(Protocol):
+    """A change of a model that can be undone."""
+
+    def remove(self) -> None: ...
+
+
 class HeldModel:
     """A model and its optimizer while one engine trains them.
 
@@ -296,7 +301,7 @@ class HeldModel:
         self.in_use = False
         """True while the engine runs the model."""
         self._edits: ExternalEdits | None = None
-        self._hooks: list[RemovableHandle | DirectCalls] = []
+        self._hooks: list[Hook] = []
 
     def take_over(self) -> None:
         """Make the model compute with the run's parameters. Raises ``BadInput`` if its own cannot be emptied."""
@@ -317,6 +322,10 @@ class HeldModel:
         """
         self._hooks[0].remove()  # the refusal
         self._hooks += [DirectCalls(module, run) for module in modules]
+
+    def until_unguard(self, hook: Hook) -> None:
+        """Let ``unguard`` remove ``hook``."""
+        self._hooks.append(hook)
 
     def refuse_changes(self) -> None:
         """Raise ``BadInput`` if modules, parameters or groups are other ones than when the model was handed over."""

@@ -103,9 +103,8 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("holdfast.measure.machine_probe.SECONDS", 0.2)
     monkeypatch.setattr("holdfast.measure.machine_probe.FILE_BYTES", 128 * 2**20)
-    monkeypatch.setattr(
-        profile_correction, "LEAST_BUSY_FRACTION", 0.0
-    )  # so small a step may wait for the disk alone
+    # so small a step may wait for the disk alone
+    monkeypatch.setattr(profile_correction, "LEAST_BUSY_FRACTION", 0.0)
     said = []
     engine(tmp_path / "one", budget="auto", say=said.append).close()
     assert said[0] == "measuring this machine for a few seconds, once: the SSD"
@@ -235,9 +234,8 @@ def test_times_become_operations_at_the_machines_rate():
         resident_elements=1, unified=True,
     )  # fmt: skip
     machine = load_machine("cpu-2-core")
-    timed = with_times(
-        work, MicroBatchTimes(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0), machine
-    )
+    times = MicroBatchTimes(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0)
+    timed = with_times(work, times, machine)
     rate = machine.device_flop_per_second
     assert [b.forward_flop for b in timed.blocks] == [rate, rate]
     assert timed.blocks[1].backward_work == 5 * rate and timed.head_flop == 2 * rate

@@ -146,10 +146,10 @@ def offload(
     The planner uses the machine's rates, which are measured in a few seconds where they are not known yet, and the
     times of the model's own block. Its choice and the resource that binds are an event ("plan") and a line for ``say``.
 
-    Where torch.distributed is in use, training is data-parallel, with one directory for all ranks, and every rank must
-    call this (``docs/fits.md``, "Several ranks"). A step whose loss is not finite is skipped (``docs/schedule.md``).
-    Every value must go through a block's arguments and its return value; "A model of your own" in ``docs/fits.md`` says
-    what is refused otherwise, and what is not detected.
+    Collective where torch.distributed is in use: every rank must call this, with one directory for all. Training is
+    data-parallel then (``docs/fits.md``, "Several ranks"). A step whose loss is not finite is skipped
+    (``docs/schedule.md``). Every value must go through a block's arguments and its return value; "A model of your own"
+    in ``docs/fits.md`` says what is refused otherwise, and what is not detected.
 
     Raises ``BadInput`` and its subclasses (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole, and
@@ -423,7 +423,7 @@ def _opened_engine(
     engine.begin(start.found, start.beginning)
     with made.data_parallel.control.agreeing():
         engine.held.take_over()
-    engine.guard_model()
+    engine.guard()
     if made.data_parallel.rank == 0:
         say_opened(given.place, engine.steps_done)
     if witness is not None:

@@ -563,7 +563,7 @@ class Engine:
 
     # Progress
 
-    def guard_model(self) -> None:
+    def guard(self) -> None:
         """Make the model refuse direct use, make steps refuse changes to it, and close at the end of the process."""
         self.held.guard()
         finish_at_exit(self)

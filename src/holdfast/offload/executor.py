@@ -168,10 +168,10 @@ class Executor:
             self._listed = operations
             for priority, op in enumerate(operations):
                 task = mine[op.key] = Task(op, step, priority)
-                needed = [*map(mine.__getitem__, op.needs)]
+                needed = [mine[key] for key in op.needs]
                 if op.lane == COMPUTE:
                     needed, held = [*needed, *held], []
-                needed += filter(None, map(earlier.get, op.needs_previous))
+                needed += [earlier[key] for key in op.needs_previous if key in earlier]
                 if op.lane == EXCHANGE:
                     needed += [] if self._exchanged is None else [self._exchanged]
                     self._exchanged = task

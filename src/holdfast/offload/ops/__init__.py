@@ -12,9 +12,9 @@ from ..memory.device import SeparateDevice
 from ..runtime import Runtime, Step
 from . import commit_ops, compute, gradient_ops, input_ops, mezo_ops, parameter_ops, state_ops
 
-Function = Callable[[Runtime, Op, Step], Future | None]
-"""The function of one kind of operation."""
-KINDS: dict[str, Function] = {
+KindHandler = Callable[[Runtime, Op, Step], Future | None]
+"""Function that does one kind of operation; its future ends when the operation is over."""
+KINDS: dict[str, KindHandler] = {
     "load_params": parameter_ops.load,
     "gather_params": parameter_ops.gather,
     "upload_params": parameter_ops.upload,
@@ -56,7 +56,7 @@ KINDS: dict[str, Function] = {
     "catch_up_resident": mezo_ops.catch_up_resident,
     "commit": commit_ops.commit,
 }
-REDO: dict[str, Function] = {
+REDO: dict[str, KindHandler] = {
     "load_state": commit_ops.load,
     "load_grads": commit_ops.load_grads,
     "update": commit_ops.update,
@@ -68,16 +68,16 @@ REDO: dict[str, Function] = {
 def handlers(runtime: Runtime) -> dict[str, Callable[[Op, Any], Future | None]]:
     """Return the handler of every kind of operation, bound to ``runtime``."""
     handle = _handle if runtime.device.unified else _handle_on_device
-    return {kind: partial(handle, runtime, function) for kind, function in KINDS.items()}
+    return {kind: partial(handle, runtime, handler) for kind, handler in KINDS.items()}
 
 
-def _handle(run: Runtime, function: Function, op: Op, step: Step) -> Future | None:
-    return (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)
+def _handle(run: Runtime, handler: KindHandler, op: Op, step: Step) -> Future | None:
+    return (REDO.get(op.key.kind, handler) if op.redo else handler)(run, op, step)
 
 
-def _handle_on_device(run: Runtime, function: Function, op: Op, step: Step) -> Future | None:
+def _handle_on_device(run: Runtime, handler: KindHandler, op: Op, step: Step) -> Future | None:
     assert isinstance(run.device, SeparateDevice)
     with run.device.lane(op):
-        future = _handle(run, function, op, step)
+        future = _handle(run, handler, op, step)
     over = run.device.ended(op)
     return future or over

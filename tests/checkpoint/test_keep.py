@@ -186,9 +186,9 @@ def test_ls_beside_a_writer_that_prunes_lists_what_is_there(tmp_path, monkeypatc
     trained(tmp_path, 60, base_every=10, keep=Keep(9))
     real = last_step
 
-    def pruned(reader, manifest):
+    def pruned(*reader_and_manifests):
         prune(tmp_path, Keep(1))
-        return real(reader, manifest)
+        return real(*reader_and_manifests)
 
     monkeypatch.setattr("holdfast.cli.inspect.last_step", pruned)
     ls(tmp_path, as_json=False)

@@ -52,9 +52,9 @@ test: install lint types
 
 # All tests that CI runs but those beside other libraries and on a played device, from one pool: they are collected once, and
 # no core waits for the last test of a kind. Neighbouring tests go to one worker here too. Ranks and kills wait about half of
-# their time, so that two cores have work for four workers.
+# their time, so that two cores have work for three workers.
 test-pool: install lint types test-wheel
-	$(BIN)/pytest -n 4 $(DISTRIBUTION) -m "not peers"
+	$(BIN)/pytest -n 3 $(DISTRIBUTION) -m "not peers"
 
 test-all: test-pool test-played
 

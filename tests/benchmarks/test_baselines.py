@@ -227,7 +227,7 @@ def slowly(monkeypatch, module, name, seconds=0.1):
 
 @pytest.mark.parametrize("name", ["checkfreq", "gemini"])
 def test_an_update_waits_until_the_state_before_it_is_copied(arm, reference, monkeypatch, name):
-    slowly(monkeypatch, snapshots, "_copy")
+    slowly(monkeypatch, snapshots, "_copy", seconds=0.3)
     first = arm(name, every=3)
     for _ in range(4):
         first.training.step()

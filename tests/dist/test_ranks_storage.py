@@ -65,7 +65,7 @@ def test_two_ranks_never_take_more_of_the_disk_than_they_may_and_resume(world, t
         said = ended(world.run(2, steps=150, **options))
     assert [each["durable"] for each in said] == [150, 150]
     assert cap / 2 < max(taken) <= cap and len(taken) > 100
-    assert len(events(root, "base")) > 6 and not events(root, "gap")
+    assert len(events(root, "base")) > 6 and not events(root, "gap"), events(root, "gap")
     with watched(root) as taken:
         rest = ended(world.run(2, steps=160, **options))
     assert rest[0]["resumed"] == 150 and max(taken) <= cap

@@ -364,13 +364,7 @@ class Checkpointer:
                 )
             self._go_on_from(found, start, asked.approximate)
             self._backend.begin(found)
-            if self._options.keep.weights is not None:
-                from .saved_weights import SavedWeights  # imported here, as in _as_from
-
-                self._weights = SavedWeights(
-                    self._store, self._options.keep.weights, self._backend.make_room, self._events.emit
-                )
-                self._save_weights()  # of a step during which the process was killed
+            self._begin_saving_weights()
             if found is not None and not self._ranks.rank:
                 self._tell_resumed(target)
             self._watch()
@@ -407,6 +401,16 @@ class Checkpointer:
 
                 begin_from(start, self._training, self._events.emit, approximate)
         self._training.begin_iteration()
+
+    def _begin_saving_weights(self) -> None:
+        """Save weights alone where ``keep`` asks for it, also of a step during which the process was killed."""
+        if self._options.keep.weights is not None:
+            from .saved_weights import SavedWeights  # imported here, as in _as_from
+
+            self._weights = SavedWeights(
+                self._store, self._options.keep.weights, self._backend.make_room, self._events.emit
+            )
+            self._save_weights()
 
     def _say_begun(self) -> None:
         """Tell a standby's supervisor, or a drill, where the run continues."""

@@ -120,8 +120,8 @@ class SnapshotWriter:
         self._chunks = FrozenChunks(recorder, waits)
         self._units: list[SnapshotChunk] = []
         self._expected = 0, 0
+        """The newest result of ``expected_bytes``, for the tensor entries ``_expected_of``."""
         self._expected_of: dict[str, TensorEntry] | None = None
-        """The sizes of a snapshot before the state was divided for one; None before they were asked for."""
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, TensorEntry] = {}
         self._left: list[SnapshotChunk] = []

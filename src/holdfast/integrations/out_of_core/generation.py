@@ -75,13 +75,16 @@ class EqualPasses:
 
     def __init__(self, model: Any) -> None:
         self._attributes, self._generate = vars(model), model.generate
-        self._before = {name: self._attributes[name] for name in ("generate",) if name in self._attributes}
+        self._before = self._attributes.get("generate")
+        """The function that the script had put in the place of the class's method; None if it had not."""
         self._attributes["generate"] = self._generate_equally
 
     def remove(self) -> None:
         """Give the model its own ``generate`` back."""
-        self._attributes.pop("generate", None)
-        self._attributes.update(self._before)
+        if self._before is None:
+            self._attributes.pop("generate", None)
+        else:
+            self._attributes["generate"] = self._before
 
     def _generate_equally(self, *args: Any, **kwargs: Any) -> Any:
         return self._generate(*args, **kwargs | {"synced_gpus": True})

@@ -198,9 +198,8 @@ class OffloadedSteps(Trainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the class returns for ``inputs``, from a pass over all batches that are at hand."""
         engine, step = self.engine, super().prediction_step
-        if engine is None or _calls_model_repeatedly(
-            self, *args, **kwargs
-        ):  # each call of the model is a pass then
+        # each call of the model is a pass then
+        if engine is None or _calls_model_repeatedly(self, *args, **kwargs):
             return step(model, inputs, *args, **kwargs)
         ahead = self._ahead or BatchesAhead([], 1)
         if id(inputs) not in ahead.results:

@@ -37,7 +37,7 @@ def steps() -> Trainer.Config:
     """Every step durable before the next one."""
     config = tiny()
     config.checkpoint = StepCheckpointManager.Config(
-        enable=True, last_save_model_only=False, options={"wait_each_step": True}
+        enable=True, last_save_model_only=False, options={"wait_each_step": True, "base_every": 2}
     )
     return config
 

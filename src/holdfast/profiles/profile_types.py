@@ -185,6 +185,10 @@ class ModelProfile:
     positions: int = key("positions", "count", "learned position embeddings", 0)
     sequence: int = key("sequence", "count", "tokens of one sequence", 2048)
     micro_batch: int = key("micro_batch", "count", "sequences of one micro-batch", 1)
+    frozen_block_bytes = frozen_resident_bytes = 0
+    """All parameters are trained."""
+    routed = RoutedExperts()
+    """No experts are read one by one."""
 
     def __post_init__(self) -> None:
         for name in ("blocks", "width", "heads", "vocabulary", "sequence", "micro_batch"):
@@ -245,21 +249,6 @@ class ModelProfile:
     def trained_block_parameters(self) -> int:
         """The trained parameters of one block, which are all of them."""
         return self.block_parameters
-
-    @property
-    def frozen_block_bytes(self) -> int:
-        """The bytes of the frozen parameters of one block: there are none."""
-        return 0
-
-    @property
-    def routed(self) -> RoutedExperts:
-        """The experts that are read one by one: there are none."""
-        return RoutedExperts()
-
-    @property
-    def frozen_resident_bytes(self) -> int:
-        """The bytes of the frozen parameters outside of the blocks: there are none."""
-        return 0
 
     @property
     def resident_parameters(self) -> int:

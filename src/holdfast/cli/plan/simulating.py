@@ -20,7 +20,7 @@ from ...schedule.memory_use import MakesOps
 from ...schedule.operation_lists import EVALUATION_BATCHES, fit, host_bytes, play, shape_of, work_of
 from ...schedule.planner.formulas import PROCESS_BYTES
 from ...schedule.planner.placement import choose
-from ...schedule.planner.plan_search import Case, check_device, engine_case, search
+from ...schedule.planner.plan_search import Case, check_device, search
 from ...schedule.planner.training_setting import Setting
 from ...schedule.simulate import Simulation, busy_columns, chrome_trace, text_timeline, window
 from ...schedule.vertical import vertical
@@ -53,7 +53,7 @@ class SimulatedOrder:
 def simulate(given: Mapping[str, Any]) -> None:
     """Print the simulated steps of both orders."""
     refuse_no_directory("--trace", given["trace"])
-    case = engine_case(case_of(given))
+    case = case_of(given)
     setting = case.setting(_count(case, given))
     check_device(setting)
     played = {

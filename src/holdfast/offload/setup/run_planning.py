@@ -32,9 +32,8 @@ from ..model.blocks import can_stream
 from ..model.model_parts import ModelParts, ties_streamed
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
-from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
+from ..offload_options import IO, Clipping, Durability, Placement, Precision, StepRules, require_integer
 from ..recomputation import can_measure
-from ..step_maker import StepRules
 from .automatic_placement import Planner
 from .checks import (
     check_budget,

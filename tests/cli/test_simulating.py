@@ -105,7 +105,7 @@ def test_without_the_solver_it_places_by_what_saves_most_and_says_so(monkeypatch
     assert "the package highspy is not there (pip install 'holdfast[plan]')" in result.err
     none = holdfast("simulate", "--model", "gpt-46m", "--machine", "cpu-2-core")
     assert none.code == 2
-    assert "--micro-batches was not given, and could not be chosen: placement is a linear program" in none.err
+    assert "--micro-batches was not given, and could not be chosen: placement by a linear" in none.err
     assert "pip install 'holdfast[plan]'" in holdfast("plan", *SMALL).err
 
 

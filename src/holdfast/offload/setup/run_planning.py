@@ -22,7 +22,7 @@ from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
 from ...state.capture import CapturedParameter
 from ...state.prepared_models import refuse_in_block, refuse_prepared
-from ...state.progress import hyper_parameters
+from ...state.progress import hyper_parameters, refuse_stateless
 from ...store.disk import AnyDisk
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from ..data_parallel import DataParallelGroup, refuse_alone_only
@@ -46,7 +46,6 @@ from .checks import (
     check_sample,
     check_skipped,
     check_source,
-    check_stateful,
     check_together,
     check_zeroth,
     warn_of_resident,
@@ -129,7 +128,7 @@ def checked_arguments(given: Arguments, data_parallel: DataParallelGroup) -> Arg
         refuse_prepared(given.model)
         check_renormalised(given.model)
         require_integer("micro_batches", given.micro_batches, 1)
-        check_stateful(given.scheduler, given.loader)
+        refuse_stateless({"scheduler": given.scheduler, "loader": given.loader})
         check_budget(given.budget)
         check_source(given.source)
         refuse_alone_only(data_parallel, given.schedule, given.placement.expert_slots)

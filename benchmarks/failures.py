@@ -110,7 +110,7 @@ def best_interval(step_seconds: float, save_seconds: float, mean: float) -> int:
 def best_bases(measured: MeasuredCosts, limits: Limits, mean: float) -> int:
     """Steps between two bases for which least is wasted, by the library's model."""
     try:
-        return optimum(replace(measured, mean_seconds_between_failures=mean), limits).cadence.steps
+        return optimum(replace(measured, mean_seconds_between_failures=mean), limits).steps
     except DoesNotFit:
         return FIRST_STEPS
 

@@ -85,14 +85,8 @@ class _Run:
 
     def _wall_seconds(self, steps: int, length: int) -> float:
         """Of the first ``steps`` of ``length``, at the last ``base_steps`` of which the base is copied."""
-        writes = ceil(steps / self.cadence.records)
         copied = max(0, steps - length + self.m.base_steps) / self.m.base_steps
-        return (
-            steps * self.step_wall + writes * self.m.write_stall_seconds + copied * self.m.base_stall_seconds
-        )
+        return steps * self.step_wall + copied * self.m.base_stall_seconds
 
     def _recovery_seconds(self) -> float:
-        num_records, spread = self.step - self.base, self.m.base_steps - 1
-        num_writes = ceil(num_records / self.cadence.records) + spread / self.cadence.records
-        replay = num_records * self.m.replay_record_seconds + num_writes * self.m.replay_write_seconds
-        return self.m.load_seconds + replay
+        return self.m.load_seconds + (self.step - self.base) * self.m.replay_record_seconds

@@ -143,7 +143,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
 
 def test_the_default_prints_every_key_with_its_meaning():
     text = config.to_toml(Config())
-    assert config.from_values(dict(config._flatten(tomllib.loads(text)))) == Config()
+    assert config.from_values(dict(config.flattened(tomllib.loads(text)))) == Config()
     for kind in config._SECTIONS.values():
         for key in fields(kind):
             assert key.metadata["doc"]
@@ -165,7 +165,7 @@ def test_what_is_printed_reads_back_equal(text, rate, fraction, seed):
         train=TrainConfig(learning_rate=rate),
         offload=OffloadConfig(params_on_host=fraction, drives=(text, "two")),
     )
-    again = config.from_values(dict(config._flatten(tomllib.loads(config.to_toml(chosen)))))
+    again = config.from_values(dict(config.flattened(tomllib.loads(config.to_toml(chosen)))))
     assert again == chosen
 
 

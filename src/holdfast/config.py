@@ -370,7 +370,7 @@ def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
 
     Raises ``ConfigError``, which names the key (and the nearest known one), the value and what is allowed.
     """
-    values = {} if path is None else dict(_flatten(_read_toml(path)))
+    values = {} if path is None else dict(flattened(_read_toml(path)))
     for text in sets:
         _, separator, value = text.partition("=")
         if not separator:
@@ -403,7 +403,8 @@ def from_values(values: Mapping[str, object]) -> Config:
     sections: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(_unknown(key, list(known)))
+            hint = hint_of(key, list(known), "`holdfast train --print-config` prints all keys")
+            raise ConfigError(f"unknown configuration key {key}; {hint}")
         section, name = key.split(".")
         found = _convert(key, known[key], value)
         sections.setdefault(section, {})[name] = _at_home(found) if key in PLACES else found
@@ -482,7 +483,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration {path} is not TOML: {error}") from error
 
 
-def _flatten(document: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def flattened(document: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the values of parsed TOML by ``"section.key"``, or ``"key"`` outside of sections."""
     for section, content in document.items():
         if isinstance(content, dict):
             for name, value in content.items():
@@ -499,11 +501,11 @@ def _parse_value(text: str) -> object:
         return text
 
 
-def _unknown(key: str, known: list[str]) -> str:
-    same_name = [candidate for candidate in known if candidate.split(".")[1] == key.split(".")[-1]]
+def hint_of(key: str, known: list[str], otherwise: str) -> str:
+    """Return the question whether the nearest ``known`` key was meant; ``otherwise`` if none is near."""
+    same_name = [candidate for candidate in known if candidate.split(".")[-1] == key.split(".")[-1]]
     nearest = same_name or get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else "`holdfast train --print-config` prints all keys"
-    return f"unknown configuration key {key}; {hint}"
+    return f"did you mean {nearest[0]}?" if nearest else otherwise
 
 
 def _convert(key: str, hint: Any, value: object) -> object:

@@ -66,7 +66,7 @@ def test_the_document_is_the_plan(plan):
     assert found["ssd_life"]["steps"] == pytest.approx(
         found["ssd_life"]["rated_bytes"] / chosen["written_bytes_per_step"]
     )
-    engine = found["engine_today"]
+    engine = found["in_whole_blocks"]
     assert engine["delayed_fraction"] * case.model.blocks % 1 == 0
     assert engine["tokens_per_second"] <= chosen["tokens_per_second"] * 1.001
     assert {change["change"] for change in found["what_if"]} == {
@@ -141,13 +141,13 @@ def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_run
     assert shares["parameters"] == f"{chosen['on_host']['params']:.0%}"
     assert f"one more SSD: {round(found['what_if'][1]['gain'], 3) + 0.0:+.1%}" in text
     assert f"they last {found['ssd_life']['steps']:,.0f} steps" in text
-    assert "places and delays whole blocks" in text
+    assert "In whole blocks, as the engine places and delays them, the simulator has" in text
 
 
 def test_plan_prints_the_speed_of_light(holdfast, plan):
     options = ["--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "4", "--delayed", "0"]
     found = plan(*options)
-    chosen, simulated = found["chosen"], found["engine_today"]["simulated"]
+    chosen, simulated = found["chosen"], found["in_whole_blocks"]["simulated"]
     assert chosen["speed_of_light"] == max(chosen["busy_seconds"].values()) / chosen["step_seconds"]
     assert 0 < simulated["speed_of_light"] <= 1
     said = f"speed of light    {simulated['speed_of_light']:.0%}, simulated: "
@@ -305,9 +305,9 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
     tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "0.98GB")
     tight += ("--clipping", "none")
     found = plan(*tight)
-    assert "of host memory with everything on the SSD" in found["engine_today"]["error"]
+    assert "of host memory with everything on the SSD" in found["in_whole_blocks"]["error"]
     said = " ".join(holdfast("plan", *tight).out.split())
-    assert "It does not fit: the engine's buffers" in said
+    assert "it does not fit: the engine's buffers" in said
     assert f"speed of light {found['chosen']['speed_of_light']:.0%}, by the formulas: " in said
 
 
@@ -384,4 +384,4 @@ def test_what_fits_with_everything_on_the_ssd_is_not_said_not_to(holdfast):
         "plan", "--model", "llama-3-8b", "--machine", "rtx-4090", "--micro-batch-size", 1, "--sequence", 2048
     )
     assert result.code == 0, result.err
-    assert "does not fit" not in result.out and "micro_batches = 56" in result.out
+    assert "does not fit" not in result.out and "micro_batches = 64" in result.out

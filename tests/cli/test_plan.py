@@ -4,16 +4,15 @@ import json
 
 import pytest
 
-from holdfast.checkpoint.log.recorder import BOUND
 from holdfast.schedule.interval.snapshot_interval import Limits, optimum
 from holdfast.schedule.interval.waste import Cadence, MeasuredCosts, closed_form, waste
 
 GIVEN = ["--step", "500ms", "--state", "1.5GB", "--record", "10MB", "--write", "1GB/s", "--mtbf", "6h"]
 
 EVERYTHING_ELSE = """
-    --read 2GB/s --base-stall 0.3s --base-steps 5 --write-stall 2ms --record-stall 3ms --sync 10ms
-    --write-slowdown 0.25 --replay 50ms --replay-write 1ms --restart 30 --max-recovery 1min --max-storage 30GB
-    --frozen 1GB --max-memory 1GiB --max-share 0.25 --retain 3 --max-pending 6 --max-delay 2s
+    --read 2GB/s --base-stall 0.3s --base-steps 5 --record-stall 3ms --sync 10ms
+    --write-slowdown 0.25 --replay 50ms --restart 30 --max-recovery 1min --max-storage 30GB
+    --frozen 1GB --max-memory 1GiB --max-share 0.25 --retain 3
 """
 
 
@@ -73,12 +72,10 @@ def test_every_quantity_and_limit_can_be_given(cadence):
         read_bytes_per_second=2_000_000_000,
         base_stall_seconds=0.3,
         base_steps=5,
-        write_stall_seconds=0.002,
         record_stall_seconds=0.003,
         sync_seconds=0.01,
         write_slowdown=0.25,
         replay_seconds=0.05,
-        replay_write_seconds=0.001,
         restart_seconds=30,
         mean_seconds_between_failures=21600,
         frozen_bytes=1_000_000_000,
@@ -89,18 +86,14 @@ def test_every_quantity_and_limit_can_be_given(cadence):
         host_bytes=1024**3,
         bandwidth_share=0.25,
         retain=3,
-        pending_steps=6,
-        delay_seconds=2,
     )
     assert MeasuredCosts(**found["measured"]) == measured
     assert Limits(**found["limits"]) == limits
     assert found["assumed"] == []
     best = optimum(measured, limits)
-    assert (found["steps_between_bases"], found["records_per_write"]) == best.cadence
+    assert found["steps_between_bases"] == found["base_every"] == best.steps
     assert found["wasted_seconds_per_hour"]["total"] == pytest.approx(best.waste.total)
-    steps, records = closed_form(measured)
-    assert found["closed_form"] == {"steps": pytest.approx(steps), "records": pytest.approx(records)}
-    assert found["base_every"] == best.cadence.steps
+    assert found["closed_form"] == {"steps": pytest.approx(closed_form(measured))}
 
 
 def test_what_is_not_given_is_assumed_and_said(cadence, holdfast):
@@ -116,16 +109,12 @@ def test_what_is_not_given_is_assumed_and_said(cadence, holdfast):
     assert cadence("--replay", "60ms")["measured"]["replay_seconds"] == 0.06
 
 
-def test_as_many_steps_may_wait_as_with_a_checkpointer():
-    assert Limits().pending_steps == BOUND
-
-
 def test_the_curve_is_of_the_model_and_has_the_best_in_its_valley(cadence):
     found = cadence("--max-storage", "6GB")
     measured = MeasuredCosts(**found["measured"])
     points = {point["steps"]: point for point in found["curve"]}
     for steps, point in points.items():
-        wasted = waste(measured, Cadence(steps, found["records_per_write"])).total
+        wasted = waste(measured, Cadence(steps)).total
         assert point["wasted_seconds_per_hour"] == pytest.approx(wasted)
     best = found["steps_between_bases"]
     assert found["binding"] == ["storage"]
@@ -147,7 +136,7 @@ def test_a_person_reads_the_optimum_the_terms_the_curve_and_why(holdfast, cadenc
     found = cadence("--max-storage", "6GB")
     result = holdfast("plan", "--cadence", *GIVEN, "--max-storage", "6GB")
     lines = result.out.splitlines()
-    assert lines[0].startswith("A base every 42 steps (21.0 s), 1 record per write. A base takes")
+    assert lines[0].startswith("A base every 42 steps (21.0 s). A base takes")
     assert lines[1].startswith(
         f"Expected waste: {found['wasted_seconds_per_hour']['total']:.1f} s of an hour"
     )

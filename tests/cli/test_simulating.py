@@ -45,7 +45,7 @@ def test_vertical_beats_horizontal_on_the_golden_machine_by_what_the_facts_say(s
 @pytest.mark.slow
 def test_the_plan_that_is_played_is_that_of_plan(simulate, holdfast):
     """That with nothing delayed, whose parameters may stay in other places."""
-    planned = json.loads(holdfast("plan", *GPT, "--delayed", "0", "--json").out)["engine_today"]
+    planned = json.loads(holdfast("plan", *GPT, "--delayed", "0", "--json").out)["in_whole_blocks"]
     vertical = simulate(*GPT)["orders"]["vertical"]
     assert vertical["step_seconds"] == pytest.approx(planned["step_seconds"], rel=0.1)
     assert vertical["on_host"]["params"] == pytest.approx(planned["on_host"]["params"], abs=1 / 80)
@@ -53,7 +53,7 @@ def test_the_plan_that_is_played_is_that_of_plan(simulate, holdfast):
 
 def test_what_plan_says_of_the_engine_is_what_the_simulator_says(simulate, holdfast):
     result = holdfast("plan", *SMALL, "--delayed", "0", "--json")
-    planned = json.loads(result.out)["engine_today"]
+    planned = json.loads(result.out)["in_whole_blocks"]
     stated = [
         f"--{kind}-on-host={planned['on_host'][kind]}" for kind in ("params", "optimizer", "activations")
     ]
@@ -105,7 +105,7 @@ def test_without_the_solver_it_places_by_what_saves_most_and_says_so(monkeypatch
     assert "the package highspy is not there (pip install 'holdfast[plan]')" in result.err
     none = holdfast("simulate", "--model", "gpt-46m", "--machine", "cpu-2-core")
     assert none.code == 2
-    assert "--micro-batches was not given, and could not be chosen: placement is a linear program" in none.err
+    assert "--micro-batches was not given, and could not be chosen: placement by a linear" in none.err
     assert "pip install 'holdfast[plan]'" in holdfast("plan", *SMALL).err
 
 

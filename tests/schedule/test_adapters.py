@@ -16,7 +16,7 @@ from holdfast.schedule.operation_lists import (
 )
 from holdfast.schedule.operations import SSD_READ, SSD_WRITE, as_guessed, lane_bytes
 from holdfast.schedule.planner import formulas
-from holdfast.schedule.planner.plan_search import Case, engine_case, search
+from holdfast.schedule.planner.plan_search import Case, search
 from holdfast.schedule.planner.training_setting import Method, Setting
 from holdfast.schedule.vertical import vertical
 
@@ -33,7 +33,7 @@ def setting(base, machine="rtx-4090", **method) -> Setting:
     return Setting(
         machine=load_machine(machine),
         model=llama(base),
-        method=Method(recycles=False, **method),
+        method=Method(**method),
         micro_batches=3,
     )
 
@@ -112,7 +112,7 @@ def test_llama_3_70b_in_nf4_trains_in_24_gb_of_device_and_32_gb_of_host_memory()
     assert best.of(formulas.device_bytes) <= 24e9
     assert best.of(formulas.host_bytes) <= 32e9 * (1 + 1e-6)
     assert best.of(formulas.frozen_read_bytes) <= 1.1 * case.model.blocks * llama().profile.block_parameters
-    solution, placement = fit(engine_case(case), 4)
+    solution, placement = fit(case, 4)
     s = solution.setting
     assert host_bytes(s, placement) <= 32e9
     listed = predict(work_of(s), placement, shape_of(s), evaluation_batches=EVALUATION_BATCHES)

@@ -13,7 +13,6 @@ from holdfast.schedule.interval.waste import (
     Cadence,
     MeasuredCosts,
     closed_form,
-    host_bytes,
     recovery_seconds,
     storage_bytes,
     waste,
@@ -21,14 +20,7 @@ from holdfast.schedule.interval.waste import (
 from plan_failures import simulate
 from schedule.test_waste import LOWDIFF, RUN
 
-FREE = Limits(
-    recovery_seconds=1e9,
-    storage_bytes=10**18,
-    host_bytes=10**15,
-    bandwidth_share=1.0,
-    pending_steps=16,
-    delay_seconds=1e9,
-)
+FREE = Limits(recovery_seconds=1e9, storage_bytes=10**18, host_bytes=10**15, bandwidth_share=1.0)
 
 
 def some_run(seed):
@@ -41,12 +33,10 @@ def some_run(seed):
         read_bytes_per_second=chance.uniform(2e8, 4e9),
         base_stall_seconds=chance.uniform(0.01, 1),
         base_steps=chance.randrange(1, 20),
-        write_stall_seconds=chance.uniform(0, 0.01),
         record_stall_seconds=chance.uniform(0, 0.02),
         sync_seconds=chance.uniform(0, 0.02),
         write_slowdown=chance.uniform(0, 0.5),
         replay_seconds=chance.uniform(0.005, 0.1),
-        replay_write_seconds=chance.choice([0, chance.uniform(0, 0.05)]),
         restart_seconds=chance.uniform(0, 100),
         mean_seconds_between_failures=chance.uniform(100, 3000),
     )
@@ -59,15 +49,9 @@ def test_no_other_cadence_is_better(seed):
     limits = replace(FREE, bandwidth_share=0.9)
     found = optimum(m, limits)
     low = max(bound.value for bound in bounds(m, limits) if bound.low)
-    others = [
-        Cadence(steps, records)
-        for records in range(1, 9)
-        for steps in range(records, 4 * found.cadence.steps + 100, records)
-        if steps >= low
-    ]
-    best = min(others, key=lambda cadence: waste(m, cadence).total)
-    assert found.cadence == best
-    assert found.waste == waste(m, best)
+    others = range(max(int(low), 1), 4 * found.steps + 100)
+    assert found.steps == min(others, key=lambda steps: waste(m, Cadence(steps)).total)
+    assert found.waste == waste(m, Cadence(found.steps))
 
 
 @pytest.mark.slow
@@ -77,17 +61,17 @@ def test_no_other_cadence_is_better(seed):
 def test_on_simulated_failures_it_is_within_2_percent_of_the_best_of_a_grid(seed, mean):
     m = replace(some_run(seed), mean_seconds_between_failures=mean)
     found = optimum(m, FREE)
-    assert_within_2_percent(m, found.cadence, FREE)
+    assert_within_2_percent(m, found.steps, FREE)
 
 
-def assert_within_2_percent(m, cadence, limits):
+def assert_within_2_percent(m, steps, limits):
     low = max(bound.value for bound in bounds(m, limits) if bound.low)
-    grid = [Cadence(round(cadence.steps * 2 ** (p / 2)), b) for p in range(-6, 7) for b in (1, 2, 4, 8)]
-    grid = [point for point in grid if point.steps >= low]
-    assert len(grid) > 20
-    wasted = {c: simulate(m, c, num_failures=2000).wasted_per_hour for c in [*grid, cadence]}
+    grid = [round(steps * 2 ** (p / 4)) for p in range(-12, 13)]
+    grid = [point for point in grid if point >= low]
+    assert len(grid) > 10
+    wasted = {n: simulate(m, Cadence(n), num_failures=2000).wasted_per_hour for n in [*grid, steps]}
     best = min(wasted, key=wasted.get)
-    assert wasted[cadence] <= 1.02 * wasted[best], (cadence, best)
+    assert wasted[steps] <= 1.02 * wasted[best], (steps, best)
 
 
 @pytest.mark.slow
@@ -104,42 +88,33 @@ def test_after_a_fourfold_drop_of_bandwidth_it_is_the_best_again():
             estimates.saw(name, 1e7, 1e7 / getattr(after, name) * noise.uniform(0.9, 1.1))
         estimates.saw("base_stall_seconds", 1.2 * noise.uniform(0.9, 1.1))
     current = optimum(estimates.measured, FREE)
-    assert current.cadence.steps > 1.5 * start.cadence.steps
-    assert_within_2_percent(after, current.cadence, FREE)
-    wasted = [simulate(after, found.cadence).wasted_per_hour for found in (start, current)]
+    assert current.steps > 1.5 * start.steps
+    assert_within_2_percent(after, current.steps, FREE)
+    wasted = [simulate(after, Cadence(found.steps)).wasted_per_hour for found in (start, current)]
     assert wasted[0] > 1.04 * wasted[1]  # so that it had to be found anew
 
 
 def test_without_limits_it_is_near_the_closed_form():
-    m = replace(LOWDIFF, step_seconds=0.1, mean_seconds_between_failures=3600.0)
-    steps, records = closed_form(m)
-    found = optimum(m, replace(FREE, pending_steps=400)).cadence
-    assert found.steps == pytest.approx(steps, rel=0.03)
-    assert found.records == pytest.approx(records, rel=0.03)
+    m = replace(LOWDIFF, step_seconds=0.1, replay_seconds=0.01, mean_seconds_between_failures=3600.0)
+    assert optimum(m, FREE).steps == pytest.approx(closed_form(m), rel=0.03)
 
 
 TIGHT = {
     "recovery time": ("recovery_seconds", 10.0),
     "storage": ("storage_bytes", 6_000_000_000),
     "bandwidth share": ("bandwidth_share", 0.045),
-    "host memory": ("host_bytes", 65_217_392 + 50_000_000),
-    "steps on their way": ("pending_steps", 6),
-    "delay of a record": ("delay_seconds", 0.6),
 }
 FAILING = replace(RUN, mean_seconds_between_failures=3600.0)
 
 
-def keeps(limit, m, limits, cadence):
-    """Whether ``cadence`` keeps to one of the limits, as its own definition has it."""
-    steps, records = cadence
+def keeps(limit, m, limits, steps):
+    """Whether ``steps`` between bases keep to one of the limits, as its own definition has it."""
+    cadence = Cadence(steps)
     rate = (m.record_bytes + m.full_bytes / steps) / m.step_seconds
     return {
         "recovery time": recovery_seconds(m, cadence) <= limits.recovery_seconds,
         "storage": storage_bytes(m, cadence, limits.retain) <= storage_cap(m, limits),
         "bandwidth share": rate <= limits.bandwidth_share * m.write_bytes_per_second,
-        "host memory": host_bytes(m, cadence) <= limits.host_bytes,
-        "steps on their way": 2 * records <= limits.pending_steps,
-        "delay of a record": (records - 1) * m.step_seconds <= limits.delay_seconds,
         "making a base": steps >= m.base_steps,
     }[limit]
 
@@ -149,14 +124,10 @@ def test_a_limit_is_kept_to_and_named_and_used_up(limit):
     field, value = TIGHT[limit]
     limits = replace(FREE, **{field: value})
     found, free = optimum(FAILING, limits), optimum(FAILING, FREE)
-    steps, records = found.cadence
     assert found.binding == (limit,)
-    assert keeps(limit, FAILING, limits, found.cadence)
-    assert not keeps(limit, FAILING, limits, free.cadence)
-    more = Cadence(steps + records * (1 if free.cadence.steps > steps else -1), records)
-    if limit in ("host memory", "steps on their way", "delay of a record"):
-        more = Cadence(steps, records + 1)
-    assert not keeps(limit, FAILING, limits, more)
+    assert keeps(limit, FAILING, limits, found.steps)
+    assert not keeps(limit, FAILING, limits, free.steps)
+    assert not keeps(limit, FAILING, limits, found.steps + (1 if free.steps > found.steps else -1))
     assert found.waste.total > free.waste.total
 
 
@@ -164,19 +135,19 @@ def test_a_base_is_not_due_before_the_last_is_made():
     often = replace(RUN, base_stall_seconds=0, write_slowdown=0, mean_seconds_between_failures=600)
     found = optimum(often, FREE)
     assert found.binding == ("making a base",)
-    assert 23 <= found.cadence.steps < 23 + found.cadence.records
+    assert found.steps == 23
 
 
 def test_where_no_limit_is_in_the_way_none_is_named():
-    assert optimum(replace(RUN, write_stall_seconds=0, sync_seconds=0), FREE).binding == ()
+    assert optimum(RUN, FREE).binding == ()
 
 
 def test_limits_that_are_equally_tight_are_both_named():
-    storage = storage_bytes(FAILING, Cadence(60, 1), 2)
-    recovery = recovery_seconds(FAILING, Cadence(60, 1)) + 1e-6
-    found = optimum(FAILING, replace(FREE, storage_bytes=storage, recovery_seconds=recovery, pending_steps=2))
-    assert found.cadence == (60, 1)
-    assert set(found.binding) == {"storage", "recovery time", "steps on their way"}
+    storage = storage_bytes(FAILING, Cadence(60), 2)
+    recovery = recovery_seconds(FAILING, Cadence(60)) + 1e-6
+    found = optimum(FAILING, replace(FREE, storage_bytes=storage, recovery_seconds=recovery))
+    assert found.steps == 60
+    assert set(found.binding) == {"storage", "recovery time"}
 
 
 def test_limits_are_kept_to_in_any_run():
@@ -188,8 +159,6 @@ def test_limits_are_kept_to_in_any_run():
             storage_bytes=int(m.full_bytes * chance.uniform(3, 8)),
             host_bytes=int(m.full_bytes / m.base_steps + chance.uniform(1, 20) * m.record_bytes),
             bandwidth_share=chance.uniform(0.1, 1),
-            pending_steps=chance.randrange(2, 20),
-            delay_seconds=chance.uniform(0.1, 10),
         )
         try:
             found = optimum(m, limits)
@@ -197,51 +166,48 @@ def test_limits_are_kept_to_in_any_run():
             continue
         tried += 1
         names = {bound.limit for bound in bounds(m, limits)}
-        assert {name for name in names if not keeps(name, m, limits, found.cadence)} == set()
+        assert {name for name in names if not keeps(name, m, limits, found.steps)} == set()
         assert set(found.binding) <= names
     assert tried > 50
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_limit_allows_is_all_that_keeps_to_it(seed):
-    m, chance = replace(some_run(seed), replay_write_seconds=0.0), random.Random(seed)
+    m, chance = some_run(seed), random.Random(seed)
     limits = Limits(
         recovery_seconds=chance.uniform(60, 100),
         storage_bytes=int(m.full_bytes * chance.uniform(4, 8)),
         host_bytes=m.full_bytes * 2,
         bandwidth_share=chance.uniform(0.5, 1),
-        pending_steps=chance.randrange(2, 20),
-        delay_seconds=chance.uniform(0.1, 10),
     )
     for bound in bounds(m, limits):
         outside = bound.value + (-1 if bound.low else 1)
         for value, kept in ((bound.value, True), (outside, False)):
-            cadence = Cadence(value, 1) if bound.axis == "steps" else Cadence(10**6, value)
-            assert value < 1 or keeps(bound.limit, m, limits, cadence) == kept, (bound, kept)
+            assert value < 1 or keeps(bound.limit, m, limits, value) == kept, (bound, kept)
 
 
 def test_no_simulated_recovery_is_longer_than_allowed():
     limits, atomic = replace(FREE, recovery_seconds=10.0), replace(FAILING, base_steps=1)
     found = optimum(atomic, limits)
-    assert 9 < simulate(atomic, found.cadence, num_failures=2000).longest_recovery_seconds <= 10.0
+    assert 9 < simulate(atomic, Cadence(found.steps), num_failures=2000).longest_recovery_seconds <= 10.0
 
 
 def test_nor_where_a_failure_puts_off_a_base():
     limits = replace(FREE, recovery_seconds=10.0)
     found = optimum(FAILING, limits)
-    assert 8.5 < simulate(FAILING, found.cadence, num_failures=2000).longest_recovery_seconds <= 10.0
+    assert 8.5 < simulate(FAILING, Cadence(found.steps), num_failures=2000).longest_recovery_seconds <= 10.0
 
 
 def test_storage_has_a_cap_by_itself():
     heavy = replace(RUN, record_bytes=100_000_000, mean_seconds_between_failures=86400)
     found = optimum(heavy, Limits())
     assert found.binding[0] == "storage"
-    assert storage_bytes(heavy, found.cadence, 2) <= 20 * heavy.full_bytes
+    assert storage_bytes(heavy, Cadence(found.steps), 2) <= 20 * heavy.full_bytes
 
 
 def test_without_any_reason_for_a_base_there_is_still_one():
     free = replace(RUN, replay_seconds=0, read_bytes_per_second=inf, record_bytes=0)
-    assert optimum(free, FREE).cadence.steps == pytest.approx(MOST_STEPS, abs=8)
+    assert optimum(free, FREE).steps == pytest.approx(MOST_STEPS, abs=8)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +235,7 @@ def test_what_is_said_to_be_needed_is_enough():
     with pytest.raises(DoesNotFit) as refused:
         optimum(RUN, replace(FREE, storage_bytes=4_000_000_000))
     needed = int(str(refused.value).split(" bytes of storage")[0].split()[-1])
-    assert optimum(RUN, replace(FREE, storage_bytes=needed)).cadence == (23, 1)
+    assert optimum(RUN, replace(FREE, storage_bytes=needed)).steps == 23
     with pytest.raises(DoesNotFit):
         optimum(RUN, replace(FREE, storage_bytes=needed - 1))
 
@@ -283,8 +249,6 @@ def test_what_is_said_to_be_needed_is_enough():
         ("bandwidth_share", 0),
         ("bandwidth_share", 1.5),
         ("retain", 0),
-        ("pending_steps", 1),
-        ("delay_seconds", 0),
     ],
 )
 def test_limits_are_checked(field, value):

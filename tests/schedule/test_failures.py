@@ -55,13 +55,15 @@ def test_a_base_that_was_being_made_is_made_again():
 
 
 def test_stalls_take_time():
-    stalling = replace(BY_HAND, base_stall_seconds=4, base_steps=2, write_stall_seconds=0.25, sync_seconds=0)
+    stalling = replace(
+        BY_HAND, base_stall_seconds=4, base_steps=2, record_stall_seconds=1 / 16, sync_seconds=0
+    )
     run = _Run(stalling, Cadence(8, 4))
     run.fail_after(4.2)
     assert run.step == 0
     run.fail_after(4.3)
     assert run.step == 4
-    run.fail_after(8.2)  # four steps, the stall of a write, and that of a base
+    run.fail_after(8.2)  # four steps, the stalls of their records, and that of a base
     assert run.step == 4
     run.fail_after(8.3)
     assert (run.step, run.base) == (8, 8)

@@ -18,7 +18,7 @@ from holdfast.schedule.operation_lists import (
 )
 from holdfast.schedule.operations import as_guessed
 from holdfast.schedule.planner import formulas
-from holdfast.schedule.planner.plan_search import Case, best_at, engine_case
+from holdfast.schedule.planner.plan_search import Case, best_at
 from holdfast.schedule.planner.training_setting import Method
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import vertical
@@ -27,12 +27,10 @@ from holdfast.schedule.work import BlockPlacement
 
 def case(model, machine, blocks=None, host=None, **method) -> Case:
     profile, machine = load_model(model), load_machine(machine)
-    return engine_case(
-        Case(
-            machine=machine if host is None else replace(machine, host_memory_bytes=int(host * 10**9)),
-            model=profile if blocks is None else replace(profile, blocks=blocks),
-            method=Method(**method),
-        )
+    return Case(
+        machine=machine if host is None else replace(machine, host_memory_bytes=int(host * 10**9)),
+        model=profile if blocks is None else replace(profile, blocks=blocks),
+        method=Method(**method),
     )
 
 

@@ -12,7 +12,6 @@ from holdfast.schedule.planner.plan_search import (
     Case,
     best_at,
     binding,
-    engine_case,
     life,
     memory_is_full,
     search,
@@ -60,11 +59,6 @@ def test_a_count_and_a_fraction_that_are_given_are_kept():
 
 def test_clipping_that_defers_delays_everything():
     assert search(case(clipping="defer"), 6).best.setting.delayed_fraction == 1.0
-
-
-def test_what_the_engine_runs_is_what_is_planned_but_for_where_gradients_wait():
-    planned = case(clipping="speculate", order="snake")
-    assert engine_case(planned) == replace(planned, method=replace(planned.method, recycles=False))
 
 
 def test_a_micro_batch_too_large_for_the_device_is_refused_with_numbers():

@@ -28,7 +28,7 @@ MEASURED = MeasuredCosts(
     step_seconds=0.13, full_bytes=70_000_000, record_bytes=23_000_000, write_bytes_per_second=5e8,
     read_bytes_per_second=2e9, base_stall_seconds=0.02, base_steps=2, replay_seconds=0.015, restart_seconds=0.3,
 )  # fmt: skip
-LIMITS = Limits(pending_steps=2)
+LIMITS = Limits()
 SHORT = StepRates(plain_seconds=0.13, recorded_seconds=0.16, copy_seconds=0.02)
 
 

@@ -22,7 +22,7 @@ SOME = {"params": 0.5, "optimizer": 0.5, "activations": 1.0, "gradients": 1.0, "
 
 def setting(model="llama-3-70b", saving=FASTEST, micro_batches=1, tied=False, **method) -> Setting:
     model = replace(load_model(model), sequence=2048, micro_batch=1, tied=tied)
-    method = Method(recycles=False, streams_all=True, **method)
+    method = Method(streams_all=True, **method)
     case = Case(machine=load_machine("rtx-4090"), model=model, method=method)
     return replace(case.setting(micro_batches), saving=saving)
 

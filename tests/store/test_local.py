@@ -178,13 +178,6 @@ def test_a_closed_store_writes_nothing_more(tmp_path):
     run.store.close()
 
 
-def test_too_few_copies_for_what_is_kept_are_refused(run):
-    with pytest.raises(ValueError, match="'x' needs 3 copies to keep 2 commits, not 2"):
-        run.store.unit("x", run.units["block_0"].layout, 2)
-    with pytest.raises(ValueError, match=r"durability\.retain is at least 1"):
-        LocalStore.open(run.store.root, retain=0)
-
-
 def test_two_copies_keep_one_whole_step(tmp_path):
     with TinyRun(tmp_path / "run", copies=2, retain=1) as run:
         for _ in range(3):

@@ -101,14 +101,11 @@ class Options:
 
     @property
     def limits(self) -> Limits:
-        """The limits of the snapshot interval.
-
-        One write holds as many records as staging buffers allow, at any interval. Raises ``BadInput`` for bad values.
-        """
+        """The limits of the snapshot interval. Raises ``BadInput`` for bad values."""
         try:
             return Limits(
                 recovery_seconds=self.recovery_seconds, storage_bytes=self.storage_bytes, host_bytes=self.memory_bytes,
-                bandwidth_share=self.bandwidth_share, retain=self.keep.last, pending_steps=2,
+                bandwidth_share=self.bandwidth_share, retain=self.keep.last,
             )  # fmt: skip
         except ValueError as error:
             raise BadInput(str(error)) from error

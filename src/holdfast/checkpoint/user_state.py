@@ -25,7 +25,9 @@ from ..state.progress import (
     load_hyper_parameters,
     override_warnings,
     random_state,
+    refuse_other_groups,
     refuse_other_ranks,
+    refuse_stateless,
     restore_random_state,
 )
 from .arithmetic import computing
@@ -51,13 +53,8 @@ class ScriptState:
     """The user state: the hyper-parameters of ``optimizers``, and ``things`` with a state of their own."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], things: Stateful) -> None:
+        refuse_stateless(things)
         for name, thing in things.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                instead = ": holdfast.loader(dataset, batch_size) has them" if name == "loader" else ""
-                raise BadInput(
-                    f"{name}: {type(thing).__name__} has no state_dict and load_state_dict, so a resume would lose its"
-                    f" position{instead}."
-                )
             _refuse_unstorable(name, thing)
         self._optimizers, self.things = optimizers, things
         self.given = [hyper_parameters(optimizer.param_groups) for optimizer in optimizers]
@@ -125,11 +122,7 @@ class ScriptState:
                 " in the same order, or another directory."
             )
         for index, (optimizer, groups) in enumerate(zip(self._optimizers, progress["groups"], strict=True)):
-            if len(optimizer.param_groups) != len(groups):
-                raise RunMismatch(
-                    f"optimizer {index} of the run has {len(groups)} parameter groups, this one has"
-                    f" {len(optimizer.param_groups)}. Build it with the groups that the run was made with."
-                )
+            refuse_other_groups(f"optimizer {index}", groups, optimizer.param_groups)
         lost = [name for name in progress["things"] if name not in self.things]
         if lost:
             known = lost[0] in ("scheduler", "loader", "scaler")

@@ -42,8 +42,6 @@ class IOQueue:
 
         Limits are bytes per second. ``total_limit`` is shared by reads and writes, as a device's is.
         """
-        if threads < 1:
-            raise ValueError(f"an I/O queue needs at least one thread, got {threads}")
         self._lanes = {False: _Lane(), True: _Lane()}
         self._throttles = {False: Throttle(read_limit), True: Throttle(write_limit)}
         self._total = Throttle(total_limit)
@@ -213,18 +211,10 @@ class IOQueue:
 class DriveQueues(IOQueue):
     """The queue of a run's own drive, and one queue for each of ``directories``, which are on other drives."""
 
-    def __init__(
-        self,
-        directories: Sequence[Path],
-        threads: int = 4,
-        read_limit: int | None = None,
-        write_limit: int | None = None,
-        total_limit: int | None = None,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Start the queues. Threads and limits are those of each drive."""
-        super().__init__(threads, read_limit, write_limit, total_limit, prepare)
-        self._another = partial(IOQueue, threads, read_limit, write_limit, total_limit, prepare)
+    def __init__(self, directories: Sequence[Path], *args: Any, **options: Any) -> None:
+        """Start the queues. The arguments of ``IOQueue`` hold for each drive."""
+        super().__init__(*args, **options)
+        self._another = partial(IOQueue, *args, **options)
         self.others: dict[Path, IOQueue] = {}
         self.add(directories)
 
@@ -295,8 +285,6 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if bytes_per_second is not None and bytes_per_second <= 0:
-            raise ValueError(f"a throttle needs a positive rate in bytes per second, got {bytes_per_second}")
         self.bytes_per_second = bytes_per_second
         self._burst_seconds = burst_bytes / bytes_per_second if bytes_per_second else 0.0
         self._clock, self._sleep = clock, sleep

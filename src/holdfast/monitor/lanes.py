@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..schedule.operations import COMMIT, COMPUTE, DOWNLOAD, EXCHANGE, SSD_READ, SSD_WRITE, UPDATE, UPLOAD
+from ..schedule.operations import (
+    COMMIT,
+    COMPUTE,
+    DOWNLOAD,
+    EXCHANGE,
+    SSD_READ,
+    SSD_WRITE,
+    UPDATE,
+    UPLOAD,
+    covered,
+)
 
 NAMES = {
     COMPUTE: "computing", SSD_READ: "SSD reads", SSD_WRITE: "SSD writes", UPLOAD: "copies to the device",
@@ -93,7 +104,10 @@ class Timeline:
     @cached_property
     def busy(self) -> dict[str, float]:
         """The seconds in the window for which each lane that did anything was busy."""
-        return {lane: _covered(found, self.window) for lane, found in self.by_lane().items()}
+        return {lane: self._covered(found) for lane, found in self.by_lane().items()}
+
+    def _covered(self, operations: Iterable[Operation]) -> float:
+        return covered(((op.start, op.end) for op in operations), 0.0, self.window)
 
     def by_lane(self) -> dict[str, list[Operation]]:
         """Return operations by lane, in the order of ``NAMES``."""
@@ -138,7 +152,7 @@ class Timeline:
         lane, seconds = max(busy.items(), key=lambda item: item[1])
         name = NAMES[lane]
         if lane in (SSD_READ, SSD_WRITE):
-            both = _covered([op for op in self.operations if op.lane in (SSD_READ, SSD_WRITE)], self.window)
+            both = self._covered(op for op in self.operations if op.lane in (SSD_READ, SSD_WRITE))
             name, seconds = (SSD, both) if both > 1.05 * seconds else (name, seconds)
         share = seconds / self.window
         if share >= BUSY:
@@ -169,14 +183,3 @@ def rows_of(operations: list[Operation]) -> list[list[Operation]]:
         else:
             free.append(op)
     return rows
-
-
-def _covered(operations: list[Operation], until: float) -> float:
-    """Return how much of the time from 0 to ``until`` at least one operation was under way."""
-    total = reached = 0.0
-    for op in sorted(operations, key=lambda op: op.start):
-        start, end = max(op.start, reached), min(op.end, until)
-        if end > start:
-            total += end - start
-        reached = max(reached, end)
-    return total

@@ -44,12 +44,19 @@ from .runtime import Runtime
 from .setup.builder import build, fill, stored_units
 from .setup.drive_setup import Drives
 from .setup.engine_resume import newest_commit, progress_of_rank, same_files
-from .setup.equal_on_ranks import agree_on_source
 from .setup.frozen_references import frozen_references
 from .setup.preflight import Preflight, preflight_of, space_on
 from .setup.process_settings import allow_open_files, on_host_by_default, share_heaps
 from .setup.run_planning import Arguments, PlannedRun, agreed_run, checked_arguments, plan_run
-from .setup.starting_state import Opens, StartingState, agree_on_held, check_forms, prepare, take_up
+from .setup.starting_state import (
+    Opens,
+    StartingState,
+    agree_on_held,
+    agree_on_source,
+    check_forms,
+    prepare,
+    take_up,
+)
 from .setup.step_planning import Budget
 
 

@@ -40,6 +40,7 @@ from .model.microbatches import (
     extract_loss,
     late_call,
 )
+from .offload_options import StepRules
 from .ops import handlers
 from .ops.commit_ops import publish
 from .runtime import Runtime
@@ -57,7 +58,7 @@ from .setup.preflight import Preflight
 from .setup.process_settings import give_back_freed, on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
-from .step_maker import StepMaker, StepRules
+from .step_maker import StepMaker
 from .step_reports import StepReports, count_tokens, traffic
 from .text_sampling import ROWS, checked_rows, chooser, continued, last_logits
 

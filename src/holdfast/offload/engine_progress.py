@@ -26,6 +26,7 @@ from ..state.progress import (
     needs_arguments,
     override_warnings,
     random_state,
+    refuse_other_groups,
     refuse_other_ranks,
     refuse_place_of_first,
 )
@@ -186,12 +187,7 @@ class UserState:
                     f"the run has a {name}, and none was passed, so its position would be lost. Pass {name}= as when "
                     "the run was made."
                 )
-        there, here = len(progress["groups"]), len(self.optimizer.param_groups)
-        if there != here:
-            raise RunMismatch(
-                f"the run's optimizer has {there} parameter groups, this one has {here}. Build it with the groups "
-                "that the run was made with."
-            )
+        refuse_other_groups("the optimizer", progress["groups"], self.optimizer.param_groups)
         saved = progress.get("group_parameters", [])  # absent in a run of an earlier version
         was_in = {name: group for group, names in enumerate(saved) for name in names}
         for group, names in enumerate(self.group_parameters()):

@@ -1,19 +1,19 @@
-"""The options of ``offload`` that belong together, as frozen objects with defaults. Rates are bytes per second.
+"""The options of ``offload`` that belong together, as frozen objects with defaults, and the rules that they make.
 
-Their ``check`` is called by ``offload`` and not at construction, so that with several ranks an error of one is an error
-of all. Each raises ``BadInput``.
+The ``check`` of options is called by ``offload`` and not at construction, so that with several ranks an error of one is
+an error of all. Each raises ``BadInput``. Rates are bytes per second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..config import Fraction
 from ..errors import BadInput
-from ..schedule.work import CLIPPING, ClippingMode
+from ..schedule.work import CLIPPING, ClippingMode, StepShape
 from ..store.drive_links import refuse_no_list
 from .loss_scaling import LossScale
 
@@ -186,3 +186,66 @@ def require_integer(name: str, count: object, least: int) -> None:
     """Raise ``BadInput`` unless ``count`` is a whole number of at least ``least``."""
     if not isinstance(count, int) or count < least:
         raise BadInput(f"{name} = {count!r} must be at least {least}, and whole")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """Rules for making steps; all of them may change from one resume to the next."""
+
+    schedule: str
+    order: str
+    delayed_fraction: float
+    recomputed_fraction: float
+    clip_norm: float | None
+    clipping: ClippingMode | Literal["auto"]
+    loss_scale: LossScale | None
+    """Loss scale of a fresh run; None unless it computes in fp16."""
+    commit_every: int
+    normalize: str | Callable[[Any], float]
+    chooses_recomputed: bool = False
+    """True if ``recomputed_fraction`` is chosen before each step, by the memory that is free."""
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str,
+        order: str,
+        clipping: Clipping,
+        precision: Precision,
+        durability: Durability,
+        normalize: str | Callable[[Any], float],
+    ) -> StepRules:
+        """Return the rules of a run whose fractions are not planned yet."""
+        fp16, mode = precision.dtype == "fp16", clipping.mode
+        if mode == "auto" and (schedule != "vertical" or durability.commit_every != 1):
+            mode = "defer"
+        return cls(
+            schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
+            clip_norm=clipping.norm, clipping=mode,
+            loss_scale=(precision.loss_scale or LossScale()) if fp16 else None,
+            commit_every=durability.commit_every, normalize=normalize,
+        )  # fmt: skip
+
+    @property
+    def normalize_name(self) -> str:
+        return self.normalize if isinstance(self.normalize, str) else "a function"
+
+    @property
+    def chooses(self) -> bool:
+        """True if each step may wait for the norm or guess it."""
+        return self.clipping == "auto" and (self.clip_norm is not None or self.loss_scale is not None)
+
+    def shape(self, micro_batches: int, commit: bool, clipping: ClippingMode | None = None) -> StepShape:
+        """Return the shape of a training step, with the way ``clipping`` where there are two.
+
+        Without ``clipping`` it guesses the norm, which needs as much memory in every class as waiting, or more.
+        """
+        mode = "speculate" if self.clipping == "auto" else self.clipping
+        return StepShape(
+            micro_batches=micro_batches,
+            clipping="none" if self.clip_norm is None and self.loss_scale is None else clipping or mode,
+            order=self.order,
+            delayed_fraction=self.delayed_fraction,
+            recomputed_fraction=self.recomputed_fraction,
+            commit=commit,
+        )

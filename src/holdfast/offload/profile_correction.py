@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from statistics import median
@@ -26,7 +26,7 @@ from statistics import median
 from ..events import EventLog
 from ..measure.machine_probe import CORRECTED, keep
 from ..profiles import MachineProfile
-from ..schedule.operations import COMMIT, COMPUTE, UPDATE
+from ..schedule.operations import COMMIT, COMPUTE, UPDATE, covered
 from ..schedule.planner.machine_rates import BUS, CORES, SSD
 from .executor import Executor, Span
 from .runtime import Step
@@ -129,21 +129,6 @@ def correct(profile: MachineProfile, found: Mapping[str, float]) -> MachineProfi
         download_bytes_per_second=_over(profile.download_bytes_per_second, bus),
         copy_bytes_per_second=_over(profile.copy_bytes_per_second, bus),
     )
-
-
-def covered(intervals: Iterable[tuple[float, float]], since: float, until: float) -> float:
-    """Return how much of the time from ``since`` to ``until`` lies in at least one of ``intervals`` (start, end).
-
-    >>> covered([(0, 2), (1, 3), (5, 6), (8, 12)], 1, 10)
-    5.0
-    """
-    total = 0.0
-    for start, end in sorted(intervals):
-        start, end = max(start, since), min(end, until)
-        if end > start:
-            total += end - start
-            since = end
-    return total
 
 
 def _digits(value: float) -> float:

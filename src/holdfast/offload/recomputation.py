@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -31,13 +31,10 @@ from ..schedule.memory_use import largest_fitting, predict
 from ..schedule.work import Work
 from .memory.graph_sizes import GraphGauge, GraphSizes
 from .model.microbatches import OwnCall
+from .offload_options import StepRules
 from .runtime import Runtime, Step
 from .setup.process_settings import most_process_bytes, process_bytes
 from .setup.step_planning import LISTS, RunPlan
-
-if TYPE_CHECKING:
-    from .step_maker import StepRules
-
 
 FREE_RESERVE = 1 / 5
 """The part of the free memory that stays free."""

@@ -14,84 +14,21 @@ choice holds for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ..schedule.mezo_schedule import STREAMS, catch_up
 from ..schedule.operations import Op
 from ..schedule.transfer_parts import held_copies
 from ..schedule.vertical import commit_only, forward_only
 from ..schedule.work import ClippingMode, StepShape, kept_blocks
-from .loss_scaling import LossScale, depends_on_shift, shares, target_tokens
+from .loss_scaling import depends_on_shift, shares, target_tokens
 from .model.microbatches import Coroutine, OwnCall, autocast_state, casts, late_call
-from .offload_options import Clipping, Durability, Precision
+from .offload_options import StepRules
 from .recomputation import RecomputationChoice
 from .runtime import MicroBatch, Runtime, Step
 from .setup.step_planning import LISTS, RunPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRules:
-    """Rules for making steps; all of them may change from one resume to the next."""
-
-    schedule: str
-    order: str
-    delayed_fraction: float
-    recomputed_fraction: float
-    clip_norm: float | None
-    clipping: ClippingMode | Literal["auto"]
-    loss_scale: LossScale | None
-    """Loss scale of a fresh run; None unless it computes in fp16."""
-    commit_every: int
-    normalize: str | Callable[[Any], float]
-    chooses_recomputed: bool = False
-    """True if ``recomputed_fraction`` is chosen before each step, by the memory that is free."""
-
-    @classmethod
-    def of(
-        cls,
-        schedule: str,
-        order: str,
-        clipping: Clipping,
-        precision: Precision,
-        durability: Durability,
-        normalize: str | Callable[[Any], float],
-    ) -> StepRules:
-        """Return the rules of a run whose fractions are not planned yet."""
-        fp16, mode = precision.dtype == "fp16", clipping.mode
-        if mode == "auto" and (schedule != "vertical" or durability.commit_every != 1):
-            mode = "defer"
-        return cls(
-            schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
-            clip_norm=clipping.norm, clipping=mode,
-            loss_scale=(precision.loss_scale or LossScale()) if fp16 else None,
-            commit_every=durability.commit_every, normalize=normalize,
-        )  # fmt: skip
-
-    @property
-    def normalize_name(self) -> str:
-        return self.normalize if isinstance(self.normalize, str) else "a function"
-
-    @property
-    def chooses(self) -> bool:
-        """True if each step may wait for the norm or guess it."""
-        return self.clipping == "auto" and (self.clip_norm is not None or self.loss_scale is not None)
-
-    def shape(self, micro_batches: int, commit: bool, clipping: ClippingMode | None = None) -> StepShape:
-        """Return the shape of a training step, with the way ``clipping`` where there are two.
-
-        Without ``clipping`` it guesses the norm, which needs as much memory in every class as waiting, or more.
-        """
-        mode = "speculate" if self.clipping == "auto" else self.clipping
-        return StepShape(
-            micro_batches=micro_batches,
-            clipping="none" if self.clip_norm is None and self.loss_scale is None else clipping or mode,
-            order=self.order,
-            delayed_fraction=self.delayed_fraction,
-            recomputed_fraction=self.recomputed_fraction,
-            commit=commit,
-        )
 
 
 class StepMaker:

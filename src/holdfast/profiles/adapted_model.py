@@ -83,12 +83,6 @@ class AdaptedModel:
     """Nothing is trained outside of the blocks, so no embedding is streamed."""
     tied = False
 
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"the rank of adapters must be at least 1, got {self.rank}")
-        if self.expert_slots and not self.profile.experts:
-            raise ValueError("the model has no experts that could be read one by one")
-
     @property
     def description(self) -> str:
         return f"{self.profile.description}, with adapters of rank {self.rank} on a base in {self.base.name}"

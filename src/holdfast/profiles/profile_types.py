@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from ..config import flattened, hint_of
 from ..errors import ConfigError
 from ..quantities import parse_bytes
 from ..token_chunks import rows_per_chunk
@@ -185,6 +185,10 @@ class ModelProfile:
     positions: int = key("positions", "count", "learned position embeddings", 0)
     sequence: int = key("sequence", "count", "tokens of one sequence", 2048)
     micro_batch: int = key("micro_batch", "count", "sequences of one micro-batch", 1)
+    frozen_block_bytes = frozen_resident_bytes = 0
+    """All parameters are trained."""
+    routed = RoutedExperts()
+    """No experts are read one by one."""
 
     def __post_init__(self) -> None:
         for name in ("blocks", "width", "heads", "vocabulary", "sequence", "micro_batch"):
@@ -245,21 +249,6 @@ class ModelProfile:
     def trained_block_parameters(self) -> int:
         """The trained parameters of one block, which are all of them."""
         return self.block_parameters
-
-    @property
-    def frozen_block_bytes(self) -> int:
-        """The bytes of the frozen parameters of one block: there are none."""
-        return 0
-
-    @property
-    def routed(self) -> RoutedExperts:
-        """The experts that are read one by one: there are none."""
-        return RoutedExperts()
-
-    @property
-    def frozen_resident_bytes(self) -> int:
-        """The bytes of the frozen parameters outside of the blocks: there are none."""
-        return 0
 
     @property
     def resident_parameters(self) -> int:
@@ -359,9 +348,10 @@ def from_document(kind: type[T], document: Mapping[str, Any], what: str) -> T:
     """Return a profile from parsed TOML. Raises ``ConfigError``, which names ``what`` and the key."""
     declared = {path_of(f): f for f in fields(kind)}  # type: ignore[arg-type]
     values = {}
-    for path, value in _flatten(document):
+    for path, value in flattened(document):
         if path not in declared:
-            raise ConfigError(f"{what}: {_unknown(path, list(declared))}")
+            hint = hint_of(path, list(declared), f"known: {', '.join(declared)}")
+            raise ConfigError(f"{what}: unknown key {path}; {hint}")
         values[declared[path].name] = _converted(declared[path], value, what)
     missing = [path for path, f in declared.items() if f.default is MISSING and f.name not in values]
     if missing:
@@ -375,24 +365,6 @@ def from_document(kind: type[T], document: Mapping[str, Any], what: str) -> T:
 def path_of(declared: Field) -> str:
     """Return the path of a field in the file."""
     return declared.metadata["path"]
-
-
-def _flatten(document: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, content in document.items():
-        if isinstance(content, dict):
-            found += [(f"{name}.{inner}", value) for inner, value in content.items()]
-        else:
-            found.append((name, content))
-    return found
-
-
-def _unknown(path: str, known: list[str]) -> str:
-    same = [candidate for candidate in known if candidate.split(".")[-1] == path.split(".")[-1]]
-    nearest = same or get_close_matches(path, known, n=1, cutoff=0.5)
-    return f"unknown key {path}; " + (
-        f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}"
-    )
 
 
 def _converted(declared: Field, value: Any, what: str) -> Any:

@@ -193,7 +193,7 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
     the program is run again; with half of the subtraction if there is no plan then. Returned fractions are of whole
     blocks.
 
-    ``delayed`` is rounded to whole blocks. ``case`` is one that the engine runs. Raises ``DoesNotFit``.
+    ``delayed`` is rounded to whole blocks. Raises ``DoesNotFit``.
     """
     allowed, blocks = case.machine.host_memory_bytes, case.setting(micro_batches).units
     delayed = round((case.method.delayed or delayed) * blocks) / blocks

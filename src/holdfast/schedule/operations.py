@@ -109,3 +109,18 @@ def lane_bytes(ops: Iterable[Op]) -> Counter[str]:
         if op.nbytes:
             moved[op.lane] += op.nbytes
     return moved
+
+
+def covered(intervals: Iterable[tuple[float, float]], since: float, until: float) -> float:
+    """Return how much of the time from ``since`` to ``until`` lies in at least one of ``intervals`` (start, end).
+
+    >>> covered([(0, 2), (1, 3), (5, 6), (8, 12)], 1, 10)
+    5.0
+    """
+    total = 0.0
+    for start, end in sorted(intervals):
+        start, end = max(start, since), min(end, until)
+        if end > start:
+            total += end - start
+            since = end
+    return total

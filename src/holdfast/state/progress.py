@@ -41,6 +41,26 @@ MOST_LOOKED_AT = 10_000
 """The most objects to examine within a given one, such as the schedulers in a ``SequentialLR``."""
 
 
+def refuse_stateless(things: Mapping[str, Any]) -> None:
+    """Raise ``BadInput`` for one of ``things``, if it was given, whose state no commit could hold."""
+    for name, thing in things.items():
+        if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            instead = ": holdfast.loader(dataset, batch_size) has them" if name == "loader" else ""
+            raise BadInput(
+                f"{name}: {type(thing).__name__} has no state_dict and load_state_dict, so a resume would lose its"
+                f" position{instead}."
+            )
+
+
+def refuse_other_groups(what: str, there: Sequence[Any], here: Sequence[Any]) -> None:
+    """Raise ``RunMismatch`` unless the optimizer ``what`` has as many parameter groups as in the run."""
+    if len(there) != len(here):
+        raise RunMismatch(
+            f"{what} of the run has {counted(len(there), 'parameter group')}, this one has {len(here)}. Build it with"
+            " the groups that the run was made with."
+        )
+
+
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the hyper-parameters of an optimizer's parameter ``groups``, as JSON.
 

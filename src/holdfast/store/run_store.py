@@ -77,8 +77,6 @@ class LocalStore(WrittenCommits):
             queue: An I/O queue that stays open; without one, the store makes its own.
         """
         retain = retain if keep is None else keep.last
-        if retain < 1:
-            raise ValueError(f"durability.retain is at least 1, got {retain}")
         disk = disk or remote_disk(place_of(root))
         if disk is None:
             check_place(Path(root))
@@ -244,13 +242,9 @@ class LocalStore(WrittenCommits):
     ) -> Generations:
         """Return the files of one unit in ``folder``, which names their drive.
 
-        ``copies`` is 1 for a unit that never changes, otherwise more than ``retain``; else raises ``ValueError``. Bytes
-        between two of ``cuts`` can be read by themselves. With a ``reference``, the bytes lie in its folder.
+        ``copies`` is 1 for a unit that never changes, otherwise more than ``retain``. Bytes between two of ``cuts`` can
+        be read by themselves. With a ``reference``, the bytes lie in its folder.
         """
-        if self.keep is None and copies != 1 and copies <= self.retain:
-            raise ValueError(
-                f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
-            )
         unit = Generations(
             name,
             layout,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ...errors import BadInput, HoldfastError, RunMismatch
+from ...libraries import library
 from ...quantities import MiB, round_up
 from ...state.capture import CapturedParameter
 from ...state.layout.regions import local_of
@@ -327,13 +328,7 @@ def squeeze(view: memoryview, width: int) -> tuple[memoryview, dict[str, Any]]:
 
 def unsqueeze(part: memoryview, frames: dict[str, Any]) -> memoryview:
     """Return the memory that was passed to ``squeeze``. Raises ``BadInput`` without the package zstandard."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise BadInput(
-            "the record is compressed, and the package zstandard is not there: pip install 'holdfast[compress]'"
-        ) from error
-
+    zstandard = library("zstandard", "a compressed record", "pip install 'holdfast[compress]'")
     width, sizes, start = frames["width"], iter(frames["sizes"]), 0
     whole, decompressor = np.empty(frames["bytes"], np.uint8), zstandard.ZstdDecompressor()
     for first in range(0, len(whole), CHUNK):

@@ -30,9 +30,9 @@ from ..capture import state_digests
 from ..capture.staging_buffers import tensors_of
 from ..coordinator import RankCoordinator, RankStatus
 from ..log.recorder import FinalizedStep
-from ..recovery.lineage import copy_into
 from ..recovery.model_description import describe, rebuild
 from ..recovery.run_recovery import RecoveryResult, recover
+from ..recovery.shard_state import copy_into
 from ..snapshot.snapshot_chunks import UNIT_BYTES
 from ..snapshot.snapshot_image import image_of
 from ..user_state import ScriptState

@@ -337,7 +337,7 @@ def machine_seconds(store: LocalStore, told_seconds: float | None) -> float:
     timelines = store.timelines_at_begin
     lost = sum(_is_elsewhere(before.writer, after.writer) for before, after in pairwise(timelines))
     seconds, _ = store.restarts()
-    found = mean_between_failures(MEAN_SECONDS_BETWEEN_FAILURES, 1.0, max(seconds, 0.0), lost)
+    found = mean_between_failures(MEAN_SECONDS_BETWEEN_FAILURES, max(seconds, 0.0), lost)
     return max(found, told_seconds or 0.0)
 
 

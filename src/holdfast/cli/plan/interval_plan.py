@@ -40,9 +40,8 @@ TERMS = {
     "contention": "training is slower while something is written",
 }
 WHAT_IT_DOES = """\
-holdfast plan --cadence finds how many steps to leave between two bases, and how many records to put into one write,
-so that failures and being ready for them cost least. It needs --step, --state and --write; what else is not given
-is assumed, and said. For example:
+holdfast plan --cadence finds how many steps to leave between two bases, so that failures and being ready for them
+cost least. It needs --step, --state and --write; what else is not given is assumed, and said. For example:
 
   holdfast plan --cadence --step 0.5s --state 1.5GB --record 10MB --write 1GB/s --mtbf 6h
 
@@ -134,17 +133,14 @@ def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _curve(best: Optimum) -> list[dict[str, Any]]:
     """Return the waste for snapshot intervals at factors of two around the best, and the limits that forbid each."""
-    steps, records = best.cadence
     found = bounds(best.measured, best.limits)
     points = []
     for power in range(-4, 5):
-        tried = max(1, round(steps / records * 2.0**power)) * records
+        tried = max(1, round(best.steps * 2.0**power))
         if tried > MOST_STEPS or any(point["steps"] == tried for point in points):
             continue
-        forbids = [
-            b.limit for b in found if b.axis == "steps" and (tried < b.value if b.low else tried > b.value)
-        ]
-        total = waste(best.measured, Cadence(tried, records)).total
+        forbids = [b.limit for b in found if (tried < b.value if b.low else tried > b.value)]
+        total = waste(best.measured, Cadence(tried)).total
         points.append({"steps": tried, "wasted_seconds_per_hour": total, "forbidden_by": forbids})
     return points
 
@@ -152,33 +148,32 @@ def _curve(best: Optimum) -> list[dict[str, Any]]:
 def _chosen(best: Optimum) -> CadenceChoice:
     """Return what ``every="auto"`` would choose with these numbers, where a copy takes what copies take in memory."""
     m = best.measured
-    _, record_stall, contention = pace(m, best.cadence)
+    _, record_stall, contention = pace(m, Cadence(best.steps))
     copy = m.full_bytes * (1 / COPY_BYTES_PER_SECOND + m.write_slowdown / m.write_bytes_per_second)
     return choose(m, best.limits, StepRates(m.step_seconds, m.step_seconds + record_stall + contention, copy))
 
 
 def _uses(best: Optimum) -> dict[str, tuple[float, float]]:
     """Return the largest use of each limit under the cadence, and the limit."""
-    m, limits, cadence = best.measured, best.limits, best.cadence
+    m, limits, cadence = best.measured, best.limits, Cadence(best.steps)
     rate = (m.record_bytes + m.full_bytes / cadence.steps) / m.step_seconds
     return {
         "recovery_seconds": (recovery_seconds(m, cadence), limits.recovery_seconds),
         "storage_bytes": (storage_bytes(m, cadence, limits.retain), storage_cap(m, limits)),
-        "host_bytes": (host_bytes(m, cadence), limits.host_bytes),
+        "host_bytes": (host_bytes(m), limits.host_bytes),
         "bandwidth_share": (rate / m.write_bytes_per_second, limits.bandwidth_share),
     }
 
 
 def _document(best: Optimum, assumed: Mapping[str, Any]) -> dict[str, Any]:
-    steps, records = closed_form(best.measured)
+    steps = closed_form(best.measured)
     return {
-        "steps_between_bases": best.cadence.steps,
-        "records_per_write": best.cadence.records,
-        "base_every": best.cadence.steps,
+        "steps_between_bases": best.steps,
+        "base_every": best.steps,
         "auto": _chosen(best).about,
         "wasted_seconds_per_hour": asdict(best.waste) | {"total": best.waste.total},
         "binding": list(best.binding),
-        "closed_form": {"steps": steps if steps < inf else None, "records": records},
+        "closed_form": {"steps": steps if steps < inf else None},
         "uses": {name: {"most": used, "limit": limit} for name, (used, limit) in _uses(best).items()},
         "curve": _curve(best),
         "measured": asdict(best.measured),
@@ -188,11 +183,11 @@ def _document(best: Optimum, assumed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _print(best: Optimum, assumed: Mapping[str, Any]) -> None:
-    out, (steps, records), m = console(), best.cadence, best.measured
+    out, steps, m = console(), best.steps, best.measured
     print(
-        f"A base every {counted(steps, 'step')} ({format_seconds(steps * m.step_seconds)}), "
-        f"{counted(records, 'record')} per write. A base takes {counted(m.base_steps, 'step')} to copy. A Checkpointer "
-        f"finds its own number, or is told: base_every={steps}."
+        f"A base every {counted(steps, 'step')} ({format_seconds(steps * m.step_seconds)}). A base takes "
+        f"{counted(m.base_steps, 'step')} to copy. A Checkpointer finds its own number, or is told: "
+        f"base_every={steps}."
     )
     print(
         f"Expected waste: {best.waste.total:.1f} s of an hour, {best.waste.total / HOUR:.2%}, with a failure every "
@@ -216,7 +211,7 @@ def _print_curve(best: Optimum) -> None:
     for point in points:
         bar = "#" * round(40 * point["wasted_seconds_per_hour"] / most) if most else ""
         forbids = f"  forbidden by: {', '.join(point['forbidden_by'])}" if point["forbidden_by"] else ""
-        chosen = "  best" if point["steps"] == best.cadence.steps else ""
+        chosen = "  best" if point["steps"] == best.steps else ""
         table.add_row(
             f"{point['steps']:,}", f"{point['wasted_seconds_per_hour']:.1f}", f"{bar}{chosen}{forbids}"
         )
@@ -225,7 +220,7 @@ def _print_curve(best: Optimum) -> None:
 
 def _why(best: Optimum) -> str:
     """Describe what pulls to either side, and which limits keep the two from balance."""
-    now, (steps, _) = best.waste, closed_form(best.measured)
+    now, steps = best.waste, closed_form(best.measured)
     free = f"; without limits the closed form is {steps:,.0f} steps" if steps < inf else ""
     binding = f"What binds: {', '.join(best.binding)}." if best.binding else "No limit binds."
     return (

@@ -24,9 +24,7 @@ from ...schedule.planner.plan_search import (
     Found,
     Life,
     WhatIf,
-    best_at,
     binding,
-    engine_case,
     life,
     memory_is_full,
     search,
@@ -49,10 +47,7 @@ Engine = tuple[Solution, Simulation] | DoesNotFit
 ON_HOST = ("params", "optimizer", "activations")
 """The kinds of which a run gets fractions to hold in host memory."""
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
-ENGINE_TODAY = (
-    "The engine of this version places and delays whole blocks, and lets stale parameters lie where they are while "
-    "gradients wait."
-)
+WHOLE_BLOCKS = "In whole blocks, as the engine places and delays them,"
 
 
 @without_collection()
@@ -71,7 +66,7 @@ def plan_placement(given: Mapping[str, Any]) -> None:
             raise
         waiting = replace(case, method=replace(case.method, clipping="defer"))  # as a run does then
         found = search(waiting, given["micro_batches"])
-    changes, engine = what_if(case, found.best), _on_engine(found, given["delayed"])
+    changes, engine = what_if(case, found.best), _on_engine(found)
     if given["json"]:
         print_json(_document(found, changes, engine))
     else:
@@ -161,12 +156,11 @@ def _machine(given: Mapping[str, Any]) -> MachineProfile:
     return machine
 
 
-def _on_engine(found: Found, delayed: float | None) -> Engine:
-    """Return the plan as the engine would run it, with the same number of micro-batches."""
-    case, count = engine_case(found.case), found.best.setting.micro_batches
-    best = best_at(case, count, delayed)
+def _on_engine(found: Found) -> Engine:
+    """Return the plan in whole blocks, as the engine would run it."""
+    setting = found.best.setting
     try:
-        solution, placement = fit(case, count, best.setting.delayed_fraction if best else 0.0)
+        solution, placement = fit(found.case, setting.micro_batches, setting.delayed_fraction)
     except DoesNotFit as error:
         return error
     return solution, play(solution.setting, placement)
@@ -202,7 +196,7 @@ def _document(found: Found, changes: list[WhatIf], engine: Engine) -> dict[str, 
             "steps": lives.steps,
             "days": lives.days,
         },
-        "engine_today": _engine_document(engine),
+        "in_whole_blocks": _engine_document(engine),
     }
 
 
@@ -441,11 +435,11 @@ def _light_text(best: Solution, engine: Engine) -> str:
 
 def _engine_text(engine: Engine) -> str:
     if isinstance(engine, DoesNotFit):
-        return f"{ENGINE_TODAY} It does not fit: {engine}"
+        return f"{WHOLE_BLOCKS} it does not fit: {engine}"
     solution, simulation = engine
     seconds = simulation.seconds_per_step
     return (
-        f"{ENGINE_TODAY} With as many micro-batches the simulator has {format_seconds(seconds)} a step, "
+        f"{WHOLE_BLOCKS} the simulator has {format_seconds(seconds)} a step, "
         f"{rate_text(solution.setting.tokens / seconds)} tokens/s (the formulas above: "
         f"{rate_text(solution.tokens_per_second)}), set so:"
     )

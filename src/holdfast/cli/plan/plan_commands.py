@@ -146,9 +146,6 @@ def plan(
             "--base-steps", min=1, help="Steps over which a base is copied.", rich_help_panel=CADENCE
         ),
     ] = None,
-    write_stall_seconds: Annotated[
-        Quantity, _measure("--write-stall", "2ms", "Time that training waits for one write.")
-    ] = None,
     record_stall_seconds: Annotated[
         Quantity, _measure("--record-stall", "5ms", "Time that training waits for one record.")
     ] = None,
@@ -165,9 +162,6 @@ def plan(
         ),
     ] = None,
     replay_seconds: Annotated[Quantity, _measure("--replay", "50ms", "Time to apply one record.")] = None,
-    replay_write_seconds: Annotated[
-        Quantity, _measure("--replay-write", "1ms", "Time for each write, in replay.")
-    ] = None,
     restart_seconds: Annotated[
         Quantity, _measure("--restart", "1min", "Time from a failure to the load.")
     ] = None,
@@ -181,15 +175,6 @@ def plan(
         Quantity, _limit("--max-storage", "30GB", "Limit of bases and records; else 20 times the state.")
     ] = None,
     host_bytes: Annotated[Quantity, _limit("--max-memory", "4GiB", "Limit of copies that wait.")] = None,
-    pending_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--max-pending", help="Limit of steps that are not durable yet.", rich_help_panel=LIMITS
-        ),
-    ] = None,
-    delay_seconds: Annotated[
-        Quantity, _limit("--max-delay", "1s", "Limit of the time that a record waits.")
-    ] = None,
     bandwidth_share: Annotated[
         float | None,
         typer.Option(

@@ -20,7 +20,8 @@ from ...schedule.memory_use import MakesOps
 from ...schedule.operation_lists import EVALUATION_BATCHES, fit, host_bytes, play, shape_of, work_of
 from ...schedule.planner.formulas import PROCESS_BYTES
 from ...schedule.planner.placement import choose
-from ...schedule.planner.plan_search import Case, check_device, engine_case, search
+from ...schedule.planner.placement_search import has_highs
+from ...schedule.planner.plan_search import Case, check_device, search
 from ...schedule.planner.training_setting import Setting
 from ...schedule.simulate import Simulation, busy_columns, chrome_trace, text_timeline, window
 from ...schedule.vertical import vertical
@@ -53,7 +54,7 @@ class SimulatedOrder:
 def simulate(given: Mapping[str, Any]) -> None:
     """Print the simulated steps of both orders."""
     refuse_no_directory("--trace", given["trace"])
-    case = engine_case(case_of(given))
+    case = case_of(given)
     setting = case.setting(_count(case, given))
     check_device(setting)
     played = {
@@ -89,16 +90,13 @@ def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str,
     """
     stated = {kind: given[f"{kind}_on_host"] for kind in ON_HOST if given[f"{kind}_on_host"] is not None}
     if schedule is vertical and not stated:
-        try:
-            import highspy  # noqa: F401
-        except ImportError:
-            warnings.warn(
-                "the package highspy is not there (pip install 'holdfast[plan]'), so placement is by what saves "
-                "most per byte, which is not the best",
-                stacklevel=2,
-            )
-        else:
+        if has_highs():
             return fit(case, setting.micro_batches)[1]
+        warnings.warn(
+            "the package highspy is not there (pip install 'holdfast[plan]'), so placement is by what saves "
+            "most per byte, which is not the best",
+            stacklevel=2,
+        )
     asked = {kind: stated.get(kind, "auto") for kind in ON_HOST}
     return choose(
         work_of(setting),

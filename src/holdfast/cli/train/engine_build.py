@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...config import Config, literal
+from ...config import Config, OffloadConfig, literal
 from ...data.loader import SampleLoader
 from ...errors import ConfigError
 from ...events import EventLog
@@ -78,16 +78,8 @@ def make_engine(
         seed=config.run.seed,
         device=choose_device(chosen.device),
         precision=config.train.dtype,
-        budget=Budget(
-            device=chosen.device_budget_bytes or "auto", host=chosen.host_budget_bytes or "auto"
-        ),
-        placement=Placement(
-            params_on_host=chosen.params_on_host, optimizer_on_host=chosen.optimizer_on_host,
-            activations_on_host=chosen.activations_on_host, delayed_fraction=chosen.delayed_fraction,
-            recomputed_fraction=chosen.recomputed_fraction,
-            embedding_and_head=None if chosen.embedding_and_head == "auto" else chosen.embedding_and_head,
-            expert_slots=chosen.expert_slots or None,
-        ),
+        budget=Budget(device=chosen.device_budget_bytes or "auto", host=chosen.host_budget_bytes or "auto"),
+        placement=_placement(chosen),
         schedule=chosen.schedule,
         order=chosen.order,
         clipping=Clipping(
@@ -98,18 +90,31 @@ def make_engine(
         sample=recipe.sample,
         micro_batches=micro_batches,
         durability=Durability(commit_every=config.durability.every, retain=config.durability.retain),
-        io=IO(
-            drives=chosen.drives, direct=config.io.direct, threads=config.io.threads,
-            read_limit=config.io.read_limit_bytes_per_second,
-            write_limit=config.io.write_limit_bytes_per_second,
-        ),
+        io=_io(config),
         events=events,
         confirm=confirm,
         before_first_commit=before_first_commit,
         say=say,
-    )  # fmt: skip
+    )
     _set_rates(optimizer, scheduler, config, decays)
     return engine
+
+
+def _placement(chosen: OffloadConfig) -> Placement:
+    return Placement(
+        params_on_host=chosen.params_on_host, optimizer_on_host=chosen.optimizer_on_host,
+        activations_on_host=chosen.activations_on_host, delayed_fraction=chosen.delayed_fraction,
+        recomputed_fraction=chosen.recomputed_fraction,
+        embedding_and_head=None if chosen.embedding_and_head == "auto" else chosen.embedding_and_head,
+        expert_slots=chosen.expert_slots or None,
+    )  # fmt: skip
+
+
+def _io(config: Config) -> IO:
+    return IO(
+        drives=config.offload.drives, direct=config.io.direct, threads=config.io.threads,
+        read_limit=config.io.read_limit_bytes_per_second, write_limit=config.io.write_limit_bytes_per_second,
+    )  # fmt: skip
 
 
 def _set_rates(

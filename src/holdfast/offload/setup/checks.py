@@ -77,20 +77,6 @@ def check_together(clipping: Clipping, precision: Precision, schedule: str, dura
         )
 
 
-def check_stateful(scheduler: Any, loader: Any) -> None:
-    """Raise ``BadInput`` unless scheduler and loader, whose state belongs to a commit, have ``state_dict`` and its
-    inverse."""
-    for name, thing in (("scheduler", scheduler), ("loader", loader)):
-        kind = type(thing).__name__
-        if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            instead = (
-                " holdfast.loader(dataset, batch_size) is a loader that has." if name == "loader" else ""
-            )
-            raise BadInput(
-                f"{name}: {kind} has no state_dict and load_state_dict, so a resume would lose it.{instead}"
-            )
-
-
 def check_budget(budget: Budget | str | None) -> None:
     if budget not in (None, "auto") and not isinstance(budget, Budget):
         raise BadInput(

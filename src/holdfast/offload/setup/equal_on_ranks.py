@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -21,11 +21,8 @@ from ...schedule.memory_use import predict
 from ...schedule.planner.placement import ORDER
 from ...schedule.work import BlockPlacement, StepShape
 from ..model.model_parts import ModelParts
-from ..step_maker import StepRules
+from ..offload_options import StepRules
 from .step_planning import LISTS, RunPlan
-
-if TYPE_CHECKING:
-    from .starting_state import StartingState
 
 
 def agree_on_choices(
@@ -79,20 +76,6 @@ def agree_on_placement(plan: RunPlan, schedule: str, shape: StepShape, ranks: Ra
         operations=order(plan.work, placement, shape),
         memory=plan.memory and predict(plan.work, placement, shape, order, together),
     )
-
-
-def agree_on_source(ranks: Ranks, beginning: StartingState) -> None:
-    """Raise ``BadInput`` on all ranks unless all begin from the same source state.
-
-    Collective: every rank must call this.
-    """
-    if not ranks.alone:
-        mine = {"path": beginning.path, "step": beginning.step, "content": digest(beginning.identity())}
-        agree(
-            ranks, "states to begin from", mine,
-            "One was made or moved meanwhile, or each host has another: name one that stays, RUN@STEP, on a file system"
-            " that all share",
-        )  # fmt: skip
 
 
 def hyper_parameters_by_key(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

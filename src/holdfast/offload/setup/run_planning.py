@@ -22,7 +22,7 @@ from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
 from ...state.capture import CapturedParameter
 from ...state.prepared_models import refuse_in_block, refuse_prepared
-from ...state.progress import hyper_parameters
+from ...state.progress import hyper_parameters, refuse_stateless
 from ...store.disk import AnyDisk
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from ..data_parallel import DataParallelGroup, refuse_alone_only
@@ -32,9 +32,8 @@ from ..model.blocks import can_stream
 from ..model.model_parts import ModelParts, ties_streamed
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
-from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
+from ..offload_options import IO, Clipping, Durability, Placement, Precision, StepRules, require_integer
 from ..recomputation import can_measure
-from ..step_maker import StepRules
 from .automatic_placement import Planner
 from .checks import (
     check_budget,
@@ -47,7 +46,6 @@ from .checks import (
     check_sample,
     check_skipped,
     check_source,
-    check_stateful,
     check_together,
     check_zeroth,
     warn_of_resident,
@@ -130,7 +128,7 @@ def checked_arguments(given: Arguments, data_parallel: DataParallelGroup) -> Arg
         refuse_prepared(given.model)
         check_renormalised(given.model)
         require_integer("micro_batches", given.micro_batches, 1)
-        check_stateful(given.scheduler, given.loader)
+        refuse_stateless({"scheduler": given.scheduler, "loader": given.loader})
         check_budget(given.budget)
         check_source(given.source)
         refuse_alone_only(data_parallel, given.schedule, given.placement.expert_slots)

@@ -27,7 +27,7 @@ from ..engine_progress import UserState
 from ..memory.block_states import BlockState
 from ..memory.parameter_shards import ParameterEntry, ParameterShard
 from ..model.model_parts import ModelParts
-from .equal_on_ranks import agree
+from .equal_on_ranks import agree, digest
 
 
 class StartingState(Protocol):
@@ -146,6 +146,20 @@ def check_forms(parts: ModelParts) -> None:
                         f" it has now it keeps {here}. Give offload() one that has made no step, or those"
                         " hyper-parameters with which it made them."
                     )
+
+
+def agree_on_source(ranks: Ranks, beginning: StartingState) -> None:
+    """Raise ``BadInput`` on all ranks unless all begin from the same source state.
+
+    Collective: every rank must call this.
+    """
+    if not ranks.alone:
+        mine = {"path": beginning.path, "step": beginning.step, "content": digest(beginning.identity())}
+        agree(
+            ranks, "states to begin from", mine,
+            "One was made or moved meanwhile, or each host has another: name one that stays, RUN@STEP, on a file system"
+            " that all share",
+        )  # fmt: skip
 
 
 def agree_on_held(ranks: Ranks, parts: ModelParts) -> None:

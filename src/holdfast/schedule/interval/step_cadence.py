@@ -175,13 +175,13 @@ def choose(
 def _with_records(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> tuple[float, float]:
     """Return the share of the time that records of every step waste, and the mean number of steps lost."""
     costs = replace(
-        measured, step_seconds=rates.plain_seconds, write_slowdown=0.0, write_stall_seconds=0.0,
+        measured, step_seconds=rates.plain_seconds, write_slowdown=0.0,
         record_stall_seconds=max(rates.recorded_seconds - rates.plain_seconds, 0.0),
     )  # fmt: skip
     best, _ = best_within(costs, limits)
-    cadence = Cadence(rarest(costs, limits), 1) if best is None else best.cadence
-    lost = cadence.records / 2 + costs.write_seconds(cadence.records) / rates.recorded_seconds
-    return waste(costs, cadence).total / HOUR, lost
+    steps = rarest(costs, limits) if best is None else best.steps
+    lost = 0.5 + costs.write_seconds(1) / rates.recorded_seconds
+    return waste(costs, Cadence(steps)).total / HOUR, lost
 
 
 def _with_snapshots_alone(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> tuple[int, float]:
@@ -203,9 +203,9 @@ def _with_snapshots_alone(measured: MeasuredCosts, limits: Limits, rates: StepRa
 def _alone(measured: MeasuredCosts, rates: StepRates) -> MeasuredCosts:
     """Return the costs of snapshots alone: as of one group of records that is durable when its snapshot is."""
     return replace(
-        measured, step_seconds=rates.plain_seconds, record_bytes=0, record_stall_seconds=0.0, write_stall_seconds=0.0,
-        write_slowdown=0.0, replay_seconds=0.0, replay_write_seconds=0.0, base_stall_seconds=rates.copy_seconds,
-        base_steps=1, sync_seconds=measured.full_bytes / measured.write_bytes_per_second,
+        measured, step_seconds=rates.plain_seconds, record_bytes=0, record_stall_seconds=0.0, write_slowdown=0.0,
+        replay_seconds=0.0, base_stall_seconds=rates.copy_seconds, base_steps=1,
+        sync_seconds=measured.full_bytes / measured.write_bytes_per_second,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ scheduler, and by the planning command for the same numbers. Seconds, bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -55,7 +55,7 @@ class Tuner:
         self.limits = limits
         self._told = told is not None
         self._mean = mean_seconds_between_failures
-        self._estimates = Estimates(prior, keep=KEEP)
+        self._estimates = Estimates(prior)
         sizes = ("full_bytes", "frozen_bytes", "record_bytes", "captured_bytes")
         self._sizes = {name: getattr(prior, name) for name in sizes}
         self._replay_seen = False
@@ -132,7 +132,7 @@ class Tuner:
             return None
         measured = self.measured
         best, relaxed = best_within(measured, self.limits)
-        steps = rarest(measured, self.limits) if best is None else best.cadence.steps
+        steps = rarest(measured, self.limits) if best is None else best.steps
         if _near(steps, self.steps) and (best is None or self._allowed(best)):
             return None
         was, self.steps = self.steps, steps
@@ -140,7 +140,7 @@ class Tuner:
 
     def _allowed(self, best: Optimum) -> bool:
         """Return whether the present steps keep the limits."""
-        found = [bound for bound in bounds(best.measured, best.limits) if bound.axis == "steps"]
+        found = bounds(best.measured, best.limits)
         return all(self.steps >= bound.value if bound.low else self.steps <= bound.value for bound in found)
 
 
@@ -185,12 +185,8 @@ class Estimates:
     weight of those before by ``keep``.
     """
 
-    def __init__(self, prior: MeasuredCosts, prior_failures: float = 1.0, keep: float = 0.8) -> None:
-        if not prior_failures > 0 or not 0 <= keep < 1:
-            raise ValueError(
-                f"prior_failures must be positive and keep lie in [0, 1), got {prior_failures}, {keep}"
-            )
-        self._prior, self._prior_failures, self._keep = prior, prior_failures, keep
+    def __init__(self, prior: MeasuredCosts, keep: float = KEEP) -> None:
+        self._prior, self._keep = prior, keep
         self._seen: dict[str, _Ratio] = {}
         self._ran_seconds, self._failures = 0.0, 0
 
@@ -200,11 +196,6 @@ class Estimates:
         Examples: ``saw("write_bytes_per_second", nbytes, seconds)``, ``saw("replay_seconds", seconds, num_records)``,
         ``saw("base_stall_seconds", seconds)``.
         """
-        known = {field.name for field in fields(MeasuredCosts)} - {"mean_seconds_between_failures"}
-        if quantity not in known:
-            raise ValueError(f"{quantity!r} is not one of {', '.join(sorted(known))}")
-        if amount < 0 or per <= 0:
-            raise ValueError(f"{quantity}: {amount} per {per} cannot be measured")
         self._seen.setdefault(quantity, _Ratio()).add(amount, per, self._keep)
 
     def ran(self, seconds: float, failures: int = 0) -> None:
@@ -219,9 +210,8 @@ class Estimates:
         for name in ("full_bytes", "record_bytes", "base_steps"):
             if name in values:
                 values[name] = round(values[name])
-        mean = mean_between_failures(
-            self._prior.mean_seconds_between_failures, self._prior_failures, self._ran_seconds, self._failures
-        )
+        believed = self._prior.mean_seconds_between_failures
+        mean = mean_between_failures(believed, self._ran_seconds, self._failures)
         return replace(self._prior, mean_seconds_between_failures=mean, **values)
 
 
@@ -237,7 +227,7 @@ def best_within(measured: MeasuredCosts, limits: Limits) -> tuple[Optimum | None
 
 def rarest(measured: MeasuredCosts, limits: Limits) -> int:
     """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
-    most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
+    most = [bound.value for bound in bounds(measured, limits) if not bound.low]
     return int(max(1, min(MOST_STEPS, *most)))
 
 
@@ -252,20 +242,18 @@ def _relaxations(limits: Limits) -> Iterator[tuple[tuple[str, ...], Limits]]:
     yield ("recovery time", "bandwidth share"), replace(limits, recovery_seconds=inf, bandwidth_share=1.0)
 
 
-def mean_between_failures(
-    prior_seconds: float, prior_failures: float, seconds: float, failures: int
-) -> float:
+def mean_between_failures(prior_seconds: float, seconds: float, failures: int) -> float:
     """Return the mean seconds between failures, after ``failures`` of them in ``seconds``.
 
-    Before, it was believed to be ``prior_seconds``, as firmly as if ``prior_failures`` failures had been seen (a gamma
-    prior of an exponential rate).
+    Before, it was believed to be ``prior_seconds``, as firmly as if one failure had been seen (a gamma prior of an
+    exponential rate).
 
-    >>> mean_between_failures(3600.0, 1.0, seconds=0.0, failures=0)
+    >>> mean_between_failures(3600.0, seconds=0.0, failures=0)
     3600.0
-    >>> mean_between_failures(3600.0, 1.0, seconds=1800.0, failures=2)
+    >>> mean_between_failures(3600.0, seconds=1800.0, failures=2)
     1800.0
     """
-    return (prior_failures * prior_seconds + seconds) / (prior_failures + failures)
+    return (prior_seconds + seconds) / (1 + failures)
 
 
 @dataclass

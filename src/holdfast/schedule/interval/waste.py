@@ -6,7 +6,7 @@ training thread: a background write costs what training loses by it, not its byt
 Poisson in wall-clock time, in recovery too. Seconds, bytes.
 
 Symbols of LowDiff: M -> mean_seconds_between_failures, S / W -> base_stall_seconds, R_F -> full_bytes /
-read_bytes_per_second, R_D -> replay_write_seconds, 1/f -> steps between snapshots, b -> log records per write.
+read_bytes_per_second, R_D -> replay_record_seconds, 1/f -> steps between snapshots.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NOT_ZERO = ("step_seconds", "base_steps", "mean_seconds_between_failures")
 
 
 class Cadence(NamedTuple):
-    """Steps from one snapshot to the next, and log records (one per step) per write."""
+    """Steps from one snapshot to the next, and those that become durable together: one where each has a record."""
 
     steps: int
-    records: int
+    records: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,6 @@ class MeasuredCosts:
     """Seconds that the training thread waits for one snapshot, over all the steps at whose ends a part is copied."""
     base_steps: int = 1
     """Number of steps over which a snapshot is copied."""
-    write_stall_seconds: float = 0.0
-    """Seconds that the training thread waits for one write of log records."""
     record_stall_seconds: float = 0.0
     """Seconds that the training thread waits in every step, such as for copies into the log record."""
     sync_seconds: float = 0.0
@@ -52,8 +50,6 @@ class MeasuredCosts:
     """Seconds that training loses in the background for each second of writing."""
     replay_seconds: float
     """Seconds to apply one log record. Reading it happens beside that."""
-    replay_write_seconds: float = 0.0
-    """Seconds of replay for each write, whatever it holds."""
     restart_seconds: float = 60.0
     """Seconds from the failure to the beginning of the load."""
     mean_seconds_between_failures: float = 24 * HOUR
@@ -125,8 +121,6 @@ def waste(measured: MeasuredCosts, cadence: Cadence) -> Waste:
     Exact to the first order in (recovery / time between failures), and with repeated failures in recovery.
     """
     m, (steps, records) = measured, cadence
-    if steps < 1 or records < 1:
-        raise ValueError(f"a cadence counts from 1, got {cadence}")
     base_stall, record_stall, contention = pace(m, cadence)
     step_wall = m.step_seconds + base_stall + record_stall + contention
     mean = m.mean_seconds_between_failures
@@ -152,47 +146,38 @@ def pace(measured: MeasuredCosts, cadence: Cadence) -> tuple[float, float, float
     m, (steps, records) = measured, cadence
     writes = ceil(steps / records) / steps
     base_stall = m.base_stall_seconds / steps
-    record_stall = m.record_stall_seconds + m.write_stall_seconds * writes
     nbytes = m.record_bytes + m.full_bytes / steps
     writing = nbytes / m.write_bytes_per_second + m.sync_seconds * writes
-    behind = writing - (m.step_seconds + base_stall + record_stall)
-    return base_stall, record_stall, max(m.write_slowdown * writing, behind)
+    behind = writing - (m.step_seconds + base_stall + m.record_stall_seconds)
+    return base_stall, m.record_stall_seconds, max(m.write_slowdown * writing, behind)
 
 
-def closed_form(measured: MeasuredCosts) -> tuple[float, float]:
-    """Return the optimum as real numbers: steps between snapshots, and log records per write.
+def closed_form(measured: MeasuredCosts) -> float:
+    """Return the best number of steps between snapshots as a real number.
 
-    It holds where failures are rare, the disk keeps pace and nothing limits. Where only ``replay_write_seconds``
-    counts, it is that of LowDiff:
+    It holds where failures are rare, the disk keeps pace and nothing limits.
 
     >>> m = MeasuredCosts(
     ...     step_seconds=0.1, full_bytes=1_500_000_000, record_bytes=0, write_bytes_per_second=5e8,
-    ...     read_bytes_per_second=5e8, base_stall_seconds=3.0, replay_seconds=0.0, replay_write_seconds=0.1,
+    ...     read_bytes_per_second=5e8, base_stall_seconds=3.0, replay_seconds=0.05,
     ...     mean_seconds_between_failures=3600.0,
     ... )
-    >>> steps, records = closed_form(m)
-    >>> round(steps * 0.1), round(records * 0.1, 1)
-    (1671, 12.9)
+    >>> round(closed_form(m))
+    2078
     """
     m = measured
-    step, mean, byte = m.step_seconds, m.mean_seconds_between_failures, 1 / m.write_bytes_per_second
-    record, write = m.replay_record_seconds, m.replay_write_seconds
-    of_base = 2 * mean * (m.base_stall_seconds + m.write_slowdown * m.full_bytes * byte) / step
-    of_write = 2 * mean * (m.write_stall_seconds + m.write_slowdown * m.sync_seconds) / step
-    waits = max(step + 2 * m.record_bytes * byte - record, 1e-9 * step)
-    steps, records = inf, max(1.0, sqrt(of_write / waits))
-    for _ in range(60 if record + write else 0):  # each goes with the root of the other: errors fall fourfold
-        steps = sqrt(of_base * records / (record * records + write))
-        records = max(1.0, sqrt((write * steps + of_write) / waits))
-    return max(1.0, steps), records
+    if not m.replay_record_seconds:
+        return inf
+    of_base = m.base_stall_seconds + m.write_slowdown * m.full_bytes / m.write_bytes_per_second
+    return max(
+        1.0, sqrt(2 * m.mean_seconds_between_failures * of_base / m.step_seconds / m.replay_record_seconds)
+    )
 
 
 def recovery_seconds(measured: MeasuredCosts, cadence: Cadence) -> float:
     """Return the longest load and replay. A failure while a snapshot is made puts that snapshot off."""
     m = measured
-    longest = cadence.steps + m.base_steps - 1
-    replay = longest * m.replay_record_seconds + ceil(longest / cadence.records) * m.replay_write_seconds
-    return m.load_seconds + replay
+    return m.load_seconds + (cadence.steps + m.base_steps - 1) * m.replay_record_seconds
 
 
 def storage_bytes(measured: MeasuredCosts, cadence: Cadence, retain: int = 2) -> int:
@@ -202,13 +187,13 @@ def storage_bytes(measured: MeasuredCosts, cadence: Cadence, retain: int = 2) ->
     return (retain + 1) * measured.full_bytes + measured.frozen_bytes + num_records * measured.record_bytes
 
 
-def host_bytes(measured: MeasuredCosts, cadence: Cadence) -> int:
+def host_bytes(measured: MeasuredCosts) -> int:
     """Return the host memory that a Checkpointer needs.
 
-    It holds the log records that wait and as many that are being written. For the snapshot it holds a quarter of the
-    whole, or the part of a snapshot that one step copies, if that is more.
+    It holds a log record that waits and one that is being written. For the snapshot it holds a quarter of the whole, or
+    the part of a snapshot that one step copies, if that is more.
     """
-    records = 2 * cadence.records * measured.staged_bytes
+    records = 2 * measured.staged_bytes
     return records + max(ceil(records / 3), ceil(measured.full_bytes / measured.base_steps))
 
 
@@ -220,6 +205,4 @@ def _at_a_failure(measured: MeasuredCosts, cadence: Cadence) -> tuple[float, flo
     m, (steps, records) = measured, cadence
     groups, rest = divmod(steps, records)
     lost_steps = (groups * records**2 + rest**2) / (2 * steps)
-    writes = groups * (records * (groups - 1) / 2 + rest) / steps + (m.base_steps - 1) / records
-    replay = (steps / 2 - lost_steps) * m.replay_record_seconds + writes * m.replay_write_seconds
-    return lost_steps, replay
+    return lost_steps, (steps / 2 - lost_steps) * m.replay_record_seconds

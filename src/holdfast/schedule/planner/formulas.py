@@ -152,13 +152,11 @@ def _copies_alone(s: Setting) -> Affine:
 def dead_bytes(s: Setting) -> Affine:
     """Return the bytes of dead buffers in which gradients may wait.
 
-    These are block inputs that were used, and parameters that the delayed updates will replace. The engine of this
-    version lends only the former, and only to delayed updates.
+    These are block inputs that were used, in whose place the gradients of delayed updates lie.
     """
-    inputs = s.blocks * s.micro_batches * s.input_bytes * Affine.of("activations")
-    if not s.method.recycles:
-        return Affine() if s.method.keeps_all_gradients else inputs
-    return inputs + s.delayed_fraction * s.blocks * s.trained_param_bytes * Affine.of("params")
+    if s.method.keeps_all_gradients:
+        return Affine()
+    return s.blocks * s.micro_batches * s.input_bytes * Affine.of("activations")
 
 
 def waiting_bytes(s: Setting) -> float:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from types import ModuleType
 from typing import Any
 
-from ...errors import BadInput, DoesNotFit
+from ...errors import DoesNotFit
+from ...libraries import library
 from ...quantities import format_bytes
 from ..work import LEAST_MEMORY, MEMORY_SAVINGS, MemorySaving
 from . import formulas
@@ -89,17 +89,13 @@ class Solution:
         return found(self.fractions) if isinstance(found, Affine) else found
 
 
-def load_highs() -> ModuleType:
+def load_highs() -> Any:
     """Import and return HiGHS. Raises ``BadInput`` if it is not installed."""
-    try:
-        import highspy
-    except ImportError as error:
-        raise BadInput(
-            "placement is a linear program, and its solver is not there: pip install 'holdfast[plan]' (the package "
-            "highspy). Without it, `holdfast simulate` takes fractions that you choose: --params-on-host 1 "
-            "--optimizer-on-host 0 --activations-on-host 1"
-        ) from error
-    return highspy
+    way_out = (
+        "pip install 'holdfast[plan]'; or give `holdfast simulate` fractions: --params-on-host 1 --optimizer-on-host 0"
+        " --activations-on-host 1"
+    )
+    return library("highspy", "placement by a linear program", way_out)
 
 
 def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Solution | None:

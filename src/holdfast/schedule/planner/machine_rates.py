@@ -6,7 +6,7 @@ Rates are per second. What costs no time (a transfer on a device that computes i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
@@ -46,14 +46,6 @@ class Machine:
     """True if uploads and downloads compete in the same way."""
     shared_cores: bool = False
     """True if computing and updates compete in the same way: on a CPU the same cores do both."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_per_second") and not value > 0:
-                raise ValueError(f"{field.name} must be positive, got {value}")
-        if self.commit_seconds < 0:
-            raise ValueError(f"commit_seconds must not be negative, got {self.commit_seconds}")
 
     @cached_property
     def _rates(self) -> dict[str, float]:

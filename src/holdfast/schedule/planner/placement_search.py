@@ -328,7 +328,6 @@ class _Search:
                 param_bytes=model.param_bytes_each,
                 state_bytes=model.state_bytes_each - CARRY_BYTES * model.is_split,
                 is_split=model.is_split,
-                recycles=False,
             ),
             micro_batches=q.shape.micro_batches,
             delayed_fraction=1.0 if q.all_wait else shape.delayed_fraction,

@@ -122,15 +122,6 @@ def streamed_where_needed(case: Case) -> Case:
     return streamed if _fits_device(streamed.setting(1)) else case
 
 
-def engine_case(case: Case) -> Case:
-    """Return ``case`` as the engine of this version runs it.
-
-    Gradients that wait have memory of their own there. Only those of delayed updates lie where block inputs were (and
-    none in the place of stale parameters).
-    """
-    return replace(case, method=replace(case.method, recycles=False))
-
-
 # -- helpers ----------------------------------------------------------------------------------------
 
 

@@ -44,11 +44,6 @@ class Method:
     """Bytes of one trained parameter's master and optimizer state, without the carry of a master in parts."""
     is_split: bool = False
     """True if masters of blocks are stored in parts, of which one is the compute copy (``state/split_masters``)."""
-    recycles: bool = True
-    """True if gradients that wait use buffers that are dead by then, as far as these reach.
-
-    Otherwise only those of delayed updates do, in the place of block inputs.
-    """
     streams_all: bool = False
     """True if embedding and head come and go as blocks do, each by itself; False if they stay on the device."""
     least_steps: int = 0
@@ -59,9 +54,6 @@ class Method:
             raise ValueError(f"clipping is {' or '.join(CLIPPING)}, not {self.clipping!r}")
         if self.order not in ("plain", "snake"):
             raise ValueError(f"order is plain or snake, not {self.order!r}")
-        for name, least in {"commit_every": 0, "retain": 1, "least_steps": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def delayed(self) -> float | None:
@@ -84,12 +76,6 @@ class Setting:
     micro_batches: int
     delayed_fraction: float = 0.0
     saving: MemorySaving = FASTEST
-
-    def __post_init__(self) -> None:
-        if self.micro_batches < 1:
-            raise ValueError(f"micro_batches counts from 1, got {self.micro_batches}")
-        if not 0 <= self.delayed_fraction <= 1:
-            raise ValueError(f"delayed_fraction lies between 0 and 1, got {self.delayed_fraction}")
 
     @property
     def blocks(self) -> int:
@@ -257,6 +243,8 @@ class MeasuredModel:
     """No proposal counts the copies of a tied embedding; the check of a proposal does."""
     table_parameters = frozen_resident_bytes = 0
     """A streamed embedding or head is among the blocks. The check of a proposal counts what is frozen beside them."""
+    routed = RoutedExperts()
+    """No proposal counts experts that are read one by one: which are read is not known."""
 
     @cached_property
     def blocks(self) -> int:
@@ -270,11 +258,6 @@ class MeasuredModel:
     def frozen_block_bytes(self) -> int:
         parameters = round(self._mean("param_bytes") / self.param_bytes_each)
         return (parameters - self.trained_block_parameters) * self.param_bytes_each
-
-    @property
-    def routed(self) -> RoutedExperts:
-        """None: which are read is not known, and no proposal counts them."""
-        return RoutedExperts()
 
     @property
     def resident_parameters(self) -> int:

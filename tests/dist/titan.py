@@ -62,11 +62,15 @@ def main(
     options: list[str],
     kill: tuple[int, str] = (0, ""),
 ) -> None:
-    """Train until the configured steps are done. ``kill`` is a rank and the failpoint at which it dies."""
+    """Train until the configured steps are done. ``kill`` is a rank and the failpoint at which it dies.
+
+    ``RANK`` in ``options`` is the rank's number.
+    """
     warnings.simplefilter("ignore")
     failpoints.armed = kill[1] if rank == kill[0] else ""
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    options = [option.replace("RANK", str(rank)) for option in options]
     args = ["--module", "peers.titan_config", "--config", config, *options]
     trainer = ConfigManager().parse_args(args).build()
     load = trainer.checkpointer.load

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ...state.layout.overlaps import (
 from ...state.layout.regions import AnyRegion
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.plain_tensors import TO_NAME
+from ...state.quantised_slots import block_size, blocks_of
 from ...state.tensor_entries import RESIDUAL, TensorEntry
 from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
@@ -325,6 +327,8 @@ class Lineage:
                 " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
                 " change the parallelism then."
             )
+        for share in self.shares.values():
+            refuse_divided_blocks(share.atoms, share.progress.get("values", {}), state)
         step = self.step
         self._pour(state)
         while self.step < step:
@@ -682,6 +686,24 @@ class ShardState(LiveState):
         super().load({key: value for key, value in atoms.items() if key not in buffers})
 
 
+def refuse_divided_blocks(
+    atoms: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any], state: LiveState
+) -> None:
+    """Raise ``RunMismatch`` where a border of ``state`` lies inside a block of quantised optimizer state.
+
+    Args:
+        atoms: The tensor entries of a snapshot, by key.
+        values: The values of its optimizers that are no tensors, by parameter.
+        state: The state that they are to be loaded into.
+    """
+    for atom in atoms.values():
+        name, elements = atom["name"], prod(atom["shape"])
+        if name in state.wholes and name in values:
+            whole = state.wholes[name]
+            if size := block_size(values[name], atom["slot"], elements, whole):
+                blocks_of(name, whole, state.boxes[name], size)
+
+
 def copy_into(source: LiveState, into: LiveState) -> None:
     """Copy the content of ``source`` into ``into``, where each parameter of ``source`` is a region of a parameter."""
     into.layouts |= source.layouts_now()
@@ -692,6 +714,8 @@ def copy_into(source: LiveState, into: LiveState) -> None:
         for key, (atom, tensor) in source.owned(parameter).items():
             if atom.shape == box.shape:
                 into.load_part(atom.name, atom.slot, tensor, box)
+            elif block := source.block_size(atom):
+                into.load_part(atom.name, atom.slot, tensor, source.place_of(atom)[1], block)
             else:
                 whole[key] = tensor
         into.load(whole)

@@ -294,7 +294,7 @@ class Claims:
             if box.elements * itemsize > entry.nbytes:
                 raise self._damaged(
                     f"says that {box.elements} elements of {key} are in {entry.nbytes} bytes of {entry.path.name} from"
-                    f" {entry.offset} on"
+                    f" {entry.offset} on (optimizer state that torchao quantised is not read from such folders)"
                 )
             chunks.append(Chunk(box, entry))
         return Shards(kind, tuple(chunks))

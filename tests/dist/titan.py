@@ -6,6 +6,7 @@ so it is told that the host is one.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import types
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch._utils
 import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
 from holdfast import failpoints
@@ -50,6 +52,27 @@ def summed(model: torch.nn.Module) -> None:
 
 
 fsdp.disable_fsdp_gradient_division = summed
+
+
+def step_given_micro_batches(
+    schedule: Any,
+    arg_mbs: Any,
+    kwarg_mbs: Any,
+    target_mbs: Any,
+    losses: Any,
+    loss_kwargs: Any,
+    return_outputs: bool,
+) -> None:
+    """What torchtitan 0.3 calls, which torch 2.13 does not have yet."""
+    schedule._stage.has_backward = schedule._has_backward
+    schedule._stage.clear_runtime_states()
+    schedule._step_microbatches(
+        arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+    )
+
+
+if "arg_mbs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
+    PipelineScheduleSingle.step = step_given_micro_batches
 
 
 def main(

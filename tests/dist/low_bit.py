@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,8 +41,11 @@ def main(
     kill: tuple[int, int] = (0, 0),
     save: bool = False,
     source: str | None = None,
+    folder: str | None = None,
 ) -> None:
     """Train to ``steps``, and say the digests of each. ``kill`` is a rank and the step before whose end it dies.
+
+    ``folder`` gets what torch saves of several ranks.
 
     Of each matrix, ``rows`` of 64 elements, two ranks have 16 blocks of 256 elements each, if not given otherwise.
     """
@@ -80,6 +85,9 @@ def main(
                 ckpt.wait()
         if save:
             ckpt.save()
+        if folder is not None:
+            parts, states = get_state_dict(model, optimizers)
+            dcp.save({"model": parts, "optim": states, "step": steps}, checkpoint_id=folder)
     say(finished=True, kinds=sorted(kinds_of(optimizers)))
     dist.destroy_process_group()
 

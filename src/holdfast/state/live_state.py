@@ -33,6 +33,7 @@ from .layout.regions import (
     AnyRegion,
     Region,
     ReplicatedRegion,
+    blocks_of,
     box_of,
     copy_common,
     is_cut_alike,
@@ -41,7 +42,7 @@ from .layout.regions import (
     local_of,
 )
 from .plain_tensors import TO_NAME, is_plain, unsupported_kind
-from .quantised_slots import block_size, blocks_of, classes_in, opened, put_values
+from .quantised_slots import block_size, classes_in, opened, put_values
 from .tensor_entries import QUANTISED, RESIDUAL, TensorEntry
 
 BUFFERS = "buffers"

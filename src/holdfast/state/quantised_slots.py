@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ModelNotSupported, RunMismatch
 from .encoding import decode, encode
-from .layout.regions import AnyRegion, Region, is_distributed, local_of
+from .layout.regions import AnyRegion, blocks_of, is_distributed, local_of
 from .tensor_entries import QUANTISED
 
 LIBRARY = "torchao.optim"
@@ -96,6 +96,12 @@ def _divided_as(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     return made.to(parameter.device)
 
 
+def is_part(values: Mapping[str, Any], slot: str) -> bool:
+    """Return whether ``slot`` is a part of quantised state, of a parameter with these ``values``, as JSON."""
+    told = values.get(slot.rpartition(".")[0])
+    return isinstance(told, dict) and QUANTISED in told
+
+
 def block_size(
     values: Mapping[str, Any], slot: str, elements: int, whole: Sequence[int], region: AnyRegion | None = None
 ) -> int | None:
@@ -108,29 +114,10 @@ def block_size(
         whole: The shape of the parameter.
         region: The region of the parameter that has so many; None for the whole.
     """
-    base, _, part = slot.rpartition(".")
-    told = values.get(base) if part in IN_BLOCKS else None
-    if not (isinstance(told, dict) and QUANTISED in told):
+    if slot.rpartition(".")[2] not in IN_BLOCKS or not is_part(values, slot):
         return None
     size = (prod(whole) if region is None else region.elements) // elements
     return size if size > 1 else None  # codes of 8 bits have the parameter's own shape
-
-
-def blocks_of(name: str, whole: tuple[int, ...], region: AnyRegion, size: int) -> Region:
-    """Return which blocks, ``size`` elements each of the flattened tensor ``name``, make up ``region``.
-
-    Raises ``RunMismatch`` if the region is not made up of whole blocks.
-    """
-    row = prod(whole[1:])
-    if isinstance(region, Region) and whole and region.shape[1:] == whole[1:]:
-        first, stop = region.start[0] * row, region.stop[0] * row
-        if first % size == 0 and stop % size == 0:
-            return Region((first // size,), (stop // size,))
-    raise RunMismatch(
-        f"the optimizer state of {name}, {list(whole)}, is quantised in blocks of {size} elements, and the part of it"
-        f" that this rank holds, {region.to_json()}, is not made of whole blocks. Resume with as many ranks as the run"
-        " had, or with a number of which all parts are."
-    )
 
 
 def refuse_uneven(

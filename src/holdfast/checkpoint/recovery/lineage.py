@@ -32,10 +32,10 @@ from ...state.layout.overlaps import (
     key_names,
     placed,
 )
-from ...state.layout.regions import AnyRegion
+from ...state.layout.regions import AnyRegion, blocks_of
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.plain_tensors import TO_NAME
-from ...state.quantised_slots import block_size, blocks_of
+from ...state.quantised_slots import block_size
 from ...state.tensor_entries import RESIDUAL, TensorEntry
 from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal

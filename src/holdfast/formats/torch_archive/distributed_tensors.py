@@ -61,8 +61,8 @@ def local_tensor(value: PickledObject, key: str, meshes: Meshes) -> LocalTensor:
     tensor, spec = value.get("_local_tensor"), value.get("_spec")
     if quantised_parts(tensor):
         raise BadInput(
-            f"{key} is a rank's part of optimizer state that torchao quantised, which is read from runs alone. Load the"
-            " file in the script, make a Checkpointer of the model and the optimizer, and call save()."
+            f"{key} is a rank's part of optimizer state that torchao quantised, which is read from runs and folders of"
+            " torch.distributed.checkpoint. Load the file in the script, and save it by one of these."
         )
     if not isinstance(tensor, Tensor) or not isinstance(spec, PickledObject):
         raise ValueError(f"{key} is a distributed tensor without a local one")

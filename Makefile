@@ -102,7 +102,7 @@ BESIDE := .venv-beside
 LINKED := $(addsuffix /.linked,$(PEERS) $(TITAN) $(BESIDE))
 test-peers: $(LINKED) $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
 	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest tests/peers
-	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py
+	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py tests/peers/test_torchao.py
 
 # All three before anything is installed in them: an import meanwhile would compile the files that are linked.
 $(LINKED): | $(RUNS)

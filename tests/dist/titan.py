@@ -6,6 +6,7 @@ so it is told that the host is one.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import types
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch._utils
 import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
 from holdfast import failpoints
@@ -52,6 +54,27 @@ def summed(model: torch.nn.Module) -> None:
 fsdp.disable_fsdp_gradient_division = summed
 
 
+def step_given_micro_batches(
+    schedule: Any,
+    arg_mbs: Any,
+    kwarg_mbs: Any,
+    target_mbs: Any,
+    losses: Any,
+    loss_kwargs: Any,
+    return_outputs: bool,
+) -> None:
+    """What torchtitan 0.3 calls, which torch 2.13 does not have yet."""
+    schedule._stage.has_backward = schedule._has_backward
+    schedule._stage.clear_runtime_states()
+    schedule._step_microbatches(
+        arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+    )
+
+
+if "arg_mbs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
+    PipelineScheduleSingle.step = step_given_micro_batches
+
+
 def main(
     rank: int,
     world_size: int,
@@ -62,11 +85,15 @@ def main(
     options: list[str],
     kill: tuple[int, str] = (0, ""),
 ) -> None:
-    """Train until the configured steps are done. ``kill`` is a rank and the failpoint at which it dies."""
+    """Train until the configured steps are done. ``kill`` is a rank and the failpoint at which it dies.
+
+    ``RANK`` in ``options`` is the rank's number.
+    """
     warnings.simplefilter("ignore")
     failpoints.armed = kill[1] if rank == kill[0] else ""
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    options = [option.replace("RANK", str(rank)) for option in options]
     args = ["--module", "peers.titan_config", "--config", config, *options]
     trainer = ConfigManager().parse_args(args).build()
     load = trainer.checkpointer.load

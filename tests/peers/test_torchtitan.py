@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -191,6 +192,34 @@ def test_every_step_is_recorded_and_a_killed_training_ends_the_same(titan, never
     )  # the one before it is continued from
     said = titan(tmp_path, "--checkpoint.load_step", 5, config="steps")
     assert all(each.get("began") == 5 for each in said), said
+
+
+def test_a_node_lost_with_its_disk_is_replaced(titan, never_ended, tmp_path):
+    """After another restart, at which the newest manifest of the other node could not be read."""
+    folder = tmp_path / "node-RANK"
+    said = titan(folder, config="nodes", kill=(1, "after_step_sealed:4"))
+    assert said[1]["code"] == -9, said
+    newest = max((run_of(tmp_path / "node-1") / "commits").iterdir())
+    newest.write_bytes(newest.read_bytes().replace(b"step", b"stop", 1))
+    said = titan(folder, config="nodes", kill=(0, "after_step_sealed:3"))
+    assert said[0]["code"] == -9 and all(each["began"] == 3 for each in said), said
+    shutil.rmtree(tmp_path / "node-0")
+    said = titan(folder, config="nodes")
+    assert all(each["loaded"] and each["began"] == 5 for each in said), said
+    assert ends_as(said, never_ended)
+
+
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("config", ["experts", "stages"])
+def test_parts_of_a_model_continue_after_a_kill(titan, tmp_path, config):
+    """A pipeline, and a mixture of experts."""
+    whole = titan(tmp_path / "whole", config=config)
+    said = titan(tmp_path / "cut", config=config, kill=(1, "after_step_sealed:4"))
+    assert said[1]["code"] == -9, said
+    said = titan(tmp_path / "cut", config=config)
+    assert all(each["loaded"] and each["began"] == 3 for each in said), said
+    assert ends_as(said, (tmp_path, whole))
+    assert config == "experts" or said[0]["last"].keys() != said[1]["last"].keys()
 
 
 def test_other_ranks_continue_after_the_newest_step(titan, tmp_path):

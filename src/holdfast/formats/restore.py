@@ -26,10 +26,11 @@ from ..quantities import MiB, packed
 from ..state.capture import CapturedParameter
 from ..state.encoding import decode
 from ..state.layout.overlaps import Key, OverlappingMemory, described, key_names
-from ..state.layout.regions import AnyRegion, Region, boxes_of
+from ..state.layout.regions import AnyRegion, Region, blocks_of, boxes_of
 from ..state.live_state import LiveState
 from ..state.plain_tensors import FROM_NAME, TO_NAME, flat_bytes
 from ..state.progress import fill_groups
+from ..state.quantised_slots import block_size, is_part
 from ..state.tensor_entries import STEP
 from .entry_keys import nested
 from .entry_matching import Allowed, ExpectedTensor, Match, groups_of, match
@@ -166,7 +167,7 @@ def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted
             parameter = state.parameter(name)
             if state.lacks(name):
                 continue
-            boxes = _boxes_here(parameter, slot, stored, state.boxes[name])
+            boxes = _boxes_here(parameter, slot, stored, state.boxes[name], found.values.get(name, {}))
             if slot == "param":
                 live += [_Wanted(name, slot, stored, box) for box in boxes]
             else:
@@ -197,12 +198,19 @@ def _follows(
 
 
 def _boxes_here(
-    parameter: CapturedParameter, slot: str, stored: SourceTensor, region: AnyRegion
+    parameter: CapturedParameter,
+    slot: str,
+    stored: SourceTensor,
+    region: AnyRegion,
+    values: Mapping[str, Any],
 ) -> list[Region]:
     """Return the regions of a parameter's tensor that this rank holds. Raises ``RunMismatch`` if they are unknown."""
     shape = stored.atom.shape
     if shape == parameter.shape:
         return boxes_of(region)
+    if is_part(values, slot):
+        size = block_size(values, slot, stored.atom.elements, parameter.shape)
+        return [blocks_of(parameter.name, parameter.shape, region, size) if size else Region.whole(shape)]
     if stored.atom.elements > 1 and region != Region.whole(parameter.shape):
         raise RunMismatch(
             f"{parameter.name}/{slot} is {list(shape)} and not of its parameter's shape, of which this rank holds"

@@ -24,7 +24,7 @@ from ..state.encoding import decode
 from ..state.tensor_entries import CARRIED
 from ..store.disk import Disk
 from .entry_keys import EXTRA, nested
-from .entry_matching import groups_by_optimizer
+from .entry_matching import groups_by_optimizer, refuse_quantised
 from .source import Source, SourceTensor
 from .torch_archive.archive_writer import Streamed, save_torch_durably, streamed
 
@@ -43,6 +43,7 @@ def write_torch(source: Source, path: Path, *, report: Callable[[int], None] = l
     """
     if path.is_dir() or os.path.lexists(path):
         raise BadInput(f"{path} is there already. Name a file that is not there.")
+    refuse_quantised(source, "torch")
     content = _content(source, lambda stored: _counted(streamed(source, stored), report))
     disk = Disk(path.parent)
     disk.makedirs("")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .layout.regions import (
     AnyRegion,
     Region,
     ReplicatedRegion,
+    blocks_of,
     box_of,
     copy_common,
     is_cut_alike,
@@ -40,7 +42,8 @@ from .layout.regions import (
     local_of,
 )
 from .plain_tensors import TO_NAME, is_plain, unsupported_kind
-from .tensor_entries import RESIDUAL, TensorEntry
+from .quantised_slots import block_size, classes_in, opened, put_values
+from .tensor_entries import QUANTISED, RESIDUAL, TensorEntry
 
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""
@@ -132,7 +135,17 @@ class LiveState:
         region = self.boxes.get(atom.name)
         if atom.slot != "buffer" and region is not None and atom.shape == region.shape:
             return self.wholes[atom.name], region
+        if size := self.block_size(atom):
+            whole = self.wholes[atom.name]
+            return (prod(whole) // size,), blocks_of(atom.name, whole, self.boxes[atom.name], size)
         return atom.shape, Region.whole(atom.shape)
+
+    def block_size(self, atom: TensorEntry) -> int | None:
+        """Return of how many elements of its parameter one element of ``atom`` is; None if it is of one alone."""
+        if "." not in atom.slot:
+            return None
+        classes = classes_in(self._state(self.parameter(atom.name)))
+        return block_size(classes, atom.slot, atom.elements, self.wholes[atom.name], self.boxes[atom.name])
 
     def lacks(self, name: str) -> bool:
         """Return whether this process holds nothing of a parameter, and its optimizer nothing for it."""
@@ -164,7 +177,7 @@ class LiveState:
                     " parameter is, so it could not be brought back. Use an optimizer whose state has the shape of its"
                     " parameters, such as AdamW or Muon."
                 )
-        return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
+        return dict(_held(parameter.name, slot, tensor) for slot, tensor in opened(held).items())
 
     def refuse_unsupported_state(self) -> None:
         """Raise ``BadInput`` if an optimizer holds something that no snapshot can. Takes longer than ``owned``."""
@@ -291,10 +304,13 @@ class LiveState:
         """Return the optimizers' values for stored parameters that are no tensors, by parameter and slot, as JSON."""
         found = {}
         for parameter in self.stored:
-            plain = {s: v for s, v in self._state(parameter).items() if not isinstance(v, torch.Tensor)}
+            slots = self._state(parameter)
+            plain = {s: v for s, v in slots.items() if not isinstance(v, torch.Tensor)}
+            if classes := classes_in(slots):
+                found[parameter.name] = classes
             if plain:
                 known = self._known_beside(parameter.parameter.device)
-                found[parameter.name] = (
+                found[parameter.name] = classes | (
                     {s: encode(v, f"{parameter.name}/{s}", known) for s, v in plain.items()}
                     if all(isinstance(slot, str) and not slot.startswith("__") for slot in plain)
                     else encode(plain, parameter.name, known)
@@ -447,12 +463,17 @@ class LiveState:
                 self._load_slot(name, slot, value)
 
     @torch.no_grad()
-    def load_part(self, name: str, slot: str, value: torch.Tensor, box: AnyRegion) -> None:
+    def load_part(
+        self, name: str, slot: str, value: torch.Tensor, box: AnyRegion, block: int | None = None
+    ) -> None:
         """Copy this process's part of the region ``box`` of a parameter or a tensor of its shape.
 
-        Such tensors belong to its optimizer or its error feedback.
+        Such tensors belong to its optimizer or its error feedback. With ``block`` it is a tensor with one element for
+        so many of the parameter, and the region is of that.
         """
         here, captured = self.boxes[name], self._parameter[name]
+        if block:
+            here = blocks_of(name, self.wholes[name], here, block)
         if self.lacks(name):
             return
         if slot == RESIDUAL:
@@ -461,9 +482,9 @@ class LiveState:
                 self.residuals[captured.parameter] = torch.zeros(here.shape, dtype=value.dtype, device=device)
             copy_common(self.residuals[captured.parameter], here, value, box)
             return
-        if slot != "param" and slot not in self._state(captured):  # even if it is empty here
+        if slot != "param" and slot not in opened(self._state(captured)):  # even if it is empty here
             self._load_slot(name, slot, value.new_empty(here.shape))
-        held = captured.held() if slot == "param" else self._state(captured)[slot]
+        held = captured.held() if slot == "param" else opened(self._state(captured))[slot]
         copy_common(local_of(held), here, value, box)
 
     def load_values(self, values: Mapping[str, dict[str, Any]], counts_anew: bool = False) -> None:
@@ -476,7 +497,7 @@ class LiveState:
         for name, slots in values.items():
             optimizer, parameter = self.optimizers[self._optimizer_of[name]], self._parameter[name].parameter
             resolve = self._resolve_on(parameter.device)
-            optimizer.state[parameter].update(decode(slots, resolve))
+            put_values(optimizer.state[parameter], decode(slots, resolve), parameter)
         counted = {self._optimizer_of[name] for name, slots in values.items() if "step" in slots}
         for optimizer in (self.optimizers[number] for number in sorted(counted) if counts_anew):
             # load_state_dict does so too: torch's own optimizers turn step counts from before 1.12 into tensors
@@ -486,6 +507,8 @@ class LiveState:
         def resolve(told: dict[str, Any]) -> Any:
             if "__parameter__" in told:
                 return self._parameter[told["__parameter__"]].parameter
+            if QUANTISED in told:
+                return told
             if "__tensor__" not in told or (home.type == "cpu" and "device" not in told):
                 return None
             return decode(told).to(told.get("device", home))
@@ -506,6 +529,12 @@ class LiveState:
         Step counts stay on the host, except for some kernels.
         """
         parameter, optimizer = self._parameter[name], self.optimizers[self._optimizer_of[name]]
+        slots = self._state(parameter)
+        if (
+            slot not in slots and (part := opened(slots).get(slot)) is not None
+        ):  # of a tensor that is made already
+            part.copy_(value)
+            return
         device = torch.device("cpu") if self._stays_on_host(name, slot) else parameter.parameter.device
         shape, strides = self.layouts.get(f"{name}/{slot}", (None, ()))
         if shape == list(value.shape) and not is_distributed(parameter.parameter):

@@ -45,6 +45,8 @@ CARRIED = (RESIDUAL, SUBSPACE)
 """Slots that one gradient leaves for the next, which no log record advances."""
 PENDING = "mezo"
 """The key, in the progress of a MeZO commit, of the last update, which the commit's files lack."""
+QUANTISED = "__quantised__"
+"""The key, among a parameter's values, of the class of optimizer state that is stored in parts, and its arguments."""
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The names by which torch's wrappers hold the module inside; other wrappers call it ``module``."""
 

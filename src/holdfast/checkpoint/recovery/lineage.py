@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from ...state.layout.overlaps import (
     key_names,
     placed,
 )
+from ...state.layout.regions import blocks_of
 from ...state.live_state import BUFFERS, LiveState
+from ...state.quantised_slots import block_size
 from ...state.tensor_entries import RESIDUAL
 from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
@@ -320,6 +323,8 @@ class Lineage:
                 " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
                 " change the parallelism then."
             )
+        for share in self.shares.values():
+            refuse_divided_blocks(share.atoms, share.progress.get("values", {}), state)
         step = self.step
         self._pour(state)
         while self.step < step:
@@ -614,3 +619,21 @@ def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
 def uses_feedback(about: dict[str, Any]) -> bool:
     """Return whether the step of a record changed residuals."""
     return any(update.get("codec", {}).get("feedback") for update in about["updates"])
+
+
+def refuse_divided_blocks(
+    atoms: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any], state: LiveState
+) -> None:
+    """Raise ``RunMismatch`` where a border of ``state`` lies inside a block of quantised optimizer state.
+
+    Args:
+        atoms: The tensor entries of a snapshot, by key.
+        values: The values of its optimizers that are no tensors, by parameter.
+        state: The state that they are to be loaded into.
+    """
+    for atom in atoms.values():
+        name, elements = atom["name"], prod(atom["shape"])
+        if name in state.wholes and name in values:
+            whole = state.wholes[name]
+            if size := block_size(values[name], atom["slot"], elements, whole):
+                blocks_of(name, whole, state.boxes[name], size)

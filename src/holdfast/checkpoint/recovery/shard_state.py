@@ -92,6 +92,8 @@ def copy_into(source: LiveState, into: LiveState) -> None:
         for key, (atom, tensor) in source.owned(parameter).items():
             if atom.shape == box.shape:
                 into.load_part(atom.name, atom.slot, tensor, box)
+            elif block := source.block_size(atom):
+                into.load_part(atom.name, atom.slot, tensor, source.place_of(atom)[1], block)
             else:
                 whole[key] = tensor
         into.load(whole)

@@ -15,20 +15,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInput, Damaged, FileMissing, HoldfastError
+from ...errors import BadInput, Damaged, FileMissing, HoldfastError, RunMismatch
 from ...quantities import KiB, counted
-from ...state.layout.fragments import Fragments, dense, row_major
-from ...state.layout.regions import Region
+from ...state.layout.fragments import Fragment, Fragments, dense, row_major
+from ...state.layout.regions import Region, blocks_of
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
 from ..entry_keys import PROGRESS, ShapeAndType, name_all
 from ..source import NUM_LOCKS, SourceTensor, StoredArray, WithNumbers, looking_at
 from ..state_dict_progress import add_or_tell, progress_of, state_dict_of
 from ..torch_archive import pickles
-from ..torch_archive.archives import PICKLE_BYTES, Archive, Plain, bytes_of
-from ..torch_archive.pickles import PickledObject, Tensor
+from ..torch_archive.archives import PICKLE_BYTES, Archive, Plain, bytes_of, check_inside
+from ..torch_archive.pickles import PickledObject, Tensor, quantised_class, quantised_parts
 
 METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata."
@@ -191,15 +192,79 @@ class DcpFolder(Entries):
 
     def _take(self, claims: Claims, rest: dict[str, Any]) -> None:
         """Build tensor entries and progress; ``rest`` holds the entries that are no tensors."""
+        opened: dict[str, Fragments] = {}
+        for key in sorted(claims.quantised):
+            opened |= self._open_quantised(key, claims, rest)
         kinds = {key: shards.kind for key, shards in claims.tensors.items()}
         named = name_all(kinds, claims.paths, rest, self.path)
         for key, shards in claims.tensors.items():
             name, slot = named.tensors[key]
-            stored = SourceTensor(TensorEntry(name, slot, *shards.kind), self.add_shards(key, shards))
+            pieces = opened[key] if key in opened else self.add_shards(key, shards)
+            stored = SourceTensor(TensorEntry(name, slot, *shards.kind), pieces)
             add_or_tell(self, key, stored, rest)
         self.progress = progress_of(
             {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named, self.path
         )
+
+    def _open_quantised(self, key: str, claims: Claims, rest: dict[str, Any]) -> dict[str, Fragments]:
+        """Put the parts of the tensor ``key``, which torchao quantised, in its place, and return their fragments.
+
+        Its class becomes an entry of ``rest``. Raises ``BadInput`` if its chunks are not quantised alike.
+        """
+        shards, way = claims.tensors.pop(key), claims.paths[key]
+        shape, found = shards.kind.shape, dict[str, list[Fragment]]()
+        for chunk in shards.chunks:
+            archive = (
+                None
+                if chunk.entry is None
+                else Archive(chunk.entry.path, chunk.entry.offset, chunk.entry.nbytes)
+            )
+            for part, tensor in {} if archive is None else quantised_parts(archive.content).items():
+                assert archive is not None
+                name, told = f"{key}.{part}", quantised_class(archive.content)
+                whole, box = _part_of(key, shape, chunk.box, part, tensor.shape)
+                number = archive.part_in(self, tensor.storage)
+                check_inside(name, tensor, self.parts[number])
+                first = claims.tensors.setdefault(name, Shards(ShapeAndType(whole, tensor.storage.dtype), ()))
+                if first.kind != (whole, tensor.storage.dtype) or rest.setdefault(key, told) != told:
+                    raise BadInput(f"{self.path}: the parts of {key} were not quantised alike")
+                if part != TABLE or name not in found:
+                    found.setdefault(name, []).append(Fragment(box, number, tensor.offset, tensor.strides))
+                claims.paths[name] = (*way, part)
+        return {
+            name: Fragments.of(pieces, len(claims.tensors[name].kind.shape)) for name, pieces in found.items()
+        }
+
+
+TABLE = "qmap"
+"""The part of a quantised tensor that all chunks hold alike."""
+
+
+def _part_of(
+    key: str, shape: tuple[int, ...], box: Region, part: str, held: tuple[int, ...]
+) -> tuple[tuple[int, ...], Region]:
+    """Return the shape of the whole ``part`` of a quantised tensor, and the region that ``held``, of its ``box``, is.
+
+    Raises ``BadInput`` if these are no whole blocks of the tensor.
+    """
+    elements = prod(held)
+    if part == TABLE or held == box.shape:
+        return (held, Region.whole(held)) if part == TABLE else (shape, box)
+    try:
+        if not elements or box.elements % elements or len(held) != 1:
+            raise RunMismatch(f"its part {part} is {list(held)}, and its chunk {list(box.shape)}")
+        size = box.elements // elements
+        return (prod(shape) // size,), blocks_of(key, shape, box, size)
+    except RunMismatch as error:
+        raise BadInput(f"{key} was quantised by torchao as it cannot be read: {error}") from error
+
+
+def _content(entry: DcpEntry) -> Any:
+    """Return the content of an entry; None if it is damaged."""
+    try:
+        return Archive(entry.path, entry.offset, entry.nbytes).content
+    except Damaged:
+        return None
 
 
 @dataclass(frozen=True)
@@ -237,6 +302,8 @@ class Claims:
         self.values: dict[str, DcpEntry] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         self.original_shapes: dict[str, tuple[int, ...]] = {}
+        self.quantised: set[str] = set()
+        """Keys of tensors that torchao quantised, which have fewer bytes than their elements would."""
         table = pickles.load(_read(self._where), str(self._where))
         try:
             self._take(table)
@@ -252,6 +319,7 @@ class Claims:
         self.tensors |= other.tensors
         self.values |= other.values
         self.paths |= other.paths
+        self.quantised |= other.quantised
 
     def _take(self, table: Any) -> None:
         if not isinstance(table, PickledObject) or table.name not in _TABLES:
@@ -292,10 +360,12 @@ class Claims:
                 continue
             entry = self._entry_of(stored, key, start)
             if box.elements * itemsize > entry.nbytes:
-                raise self._damaged(
-                    f"says that {box.elements} elements of {key} are in {entry.nbytes} bytes of {entry.path.name} from"
-                    f" {entry.offset} on"
-                )
+                if not quantised_parts(_content(entry)):
+                    raise self._damaged(
+                        f"says that {box.elements} elements of {key} are in {entry.nbytes} bytes of {entry.path.name}"
+                        f" from {entry.offset} on"
+                    )
+                self.quantised.add(key)
             chunks.append(Chunk(box, entry))
         return Shards(kind, tuple(chunks))
 

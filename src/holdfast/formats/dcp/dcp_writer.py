@@ -30,7 +30,7 @@ from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME
 from ...store.disk import TEMPORARY, Disk, alone_in, write_durably, written_durably
 from ..entry_keys import EXTRA, PROGRESS
-from ..entry_matching import groups_of
+from ..entry_matching import groups_of, refuse_quantised
 from ..load import in_threads, read_flat, tensor_of
 from ..source import Source, SourceTensor
 from .dcp_reader import METADATA
@@ -69,6 +69,7 @@ def write_dcp(
     Raises ``BadInput`` if the folder holds a checkpoint, or part of one that an interrupted conversion did not leave,
     or if two values would have one key; ``RunLocked`` if another conversion writes there.
     """
+    refuse_quantised(source, "torch.distributed.checkpoint")
     keys = keys_of(source, model, optimizer)
     disk = Disk(folder)
     with alone_in(disk):

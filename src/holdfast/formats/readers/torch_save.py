@@ -22,7 +22,7 @@ from ..source import ReadFiles, SourceTensor
 from ..state_dict_progress import SMALL_BYTES, add_or_tell, check_progress, progress_of, state_dict_of
 from ..torch_archive.archives import Archive, Plain, check_inside, piece_of
 from ..torch_archive.distributed_tensors import LocalTensor, Meshes, local_tensor
-from ..torch_archive.pickles import Tensor, is_distributed
+from ..torch_archive.pickles import Tensor, is_distributed, quantised_parts
 from .safetensors_files import files_of, unread_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -212,6 +212,8 @@ def leaves_of(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
         for place, inner in enumerate(value):
             yield from leaves_of(inner, (*way, _Place(place)))
     else:
+        for part, inner in quantised_parts(value).items():
+            yield (*way, part), inner
         yield way, value
 
 

@@ -29,7 +29,7 @@ from ...state.layout.fragments import Fragment
 from ...state.layout.regions import Region
 from ..source import MOST_EXPANDED, Source, StoredArray, check_sum
 from . import pickles
-from .pickles import Key, PickledObject, Tensor, is_distributed
+from .pickles import Key, PickledObject, Tensor, is_distributed, quantised_class, quantised_parts
 
 PICKLE_BYTES = 1 << 30
 """An upper limit for the size of a pickle that is stored beside tensors."""
@@ -243,6 +243,8 @@ class Plain:
                 f"{self._archive.path} holds one rank's part of {where}, where only whole values are read. Save"
                 " it as .full_tensor()."
             )
+        if quantised_parts(value):
+            return quantised_class(value)
         if isinstance(value, set | frozenset):
             items = sorted((self(item, where) for item in value), key=json.dumps)
             return {"__object__": type(value).__name__, "args": [items]}

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import BadInput
 from ...state.layout.regions import Region
-from .pickles import MOST_ELEMENTS, PickledObject, Tensor
+from .pickles import MOST_ELEMENTS, PickledObject, Tensor, quantised_parts
 
 MOST_RANKS = 1 << 24
 """A limit that no number of ranks reaches."""
@@ -59,6 +59,11 @@ def local_tensor(value: PickledObject, key: str, meshes: Meshes) -> LocalTensor:
     ``BadInput`` for a placement without a region.
     """
     tensor, spec = value.get("_local_tensor"), value.get("_spec")
+    if quantised_parts(tensor):
+        raise BadInput(
+            f"{key} is a rank's part of optimizer state that torchao quantised, which is read from runs and folders of"
+            " torch.distributed.checkpoint. Load the file in the script, and save it by one of these."
+        )
     if not isinstance(tensor, Tensor) or not isinstance(spec, PickledObject):
         raise ValueError(f"{key} is a distributed tensor without a local one")
     shape = _ints(value.get("shape"), MOST_ELEMENTS)

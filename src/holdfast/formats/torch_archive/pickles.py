@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from ...errors import Damaged
-from ...state.tensor_entries import DTYPE_BYTES, TORCH_NAMES
+from ...state.tensor_entries import DTYPE_BYTES, QUANTISED, TORCH_NAMES
 
 STORAGES = {
     "FloatStorage": "F32", "DoubleStorage": "F64", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -109,6 +109,35 @@ class PickledObject:
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)
+
+
+QUANTISED_CLASSES = {
+    "torchao.optim.subclass_8bit.OptimState8bit": ("signed", "dtype"),
+    "torchao.optim.subclass_4bit.OptimState4bit": ("signed", None, "dtype"),
+    "torchao.optim.subclass_fp8.OptimStateFp8": ("dtype",),
+}
+"""The classes of state that torchao quantised, with the arguments of each beside its tensors; None is the shape."""
+
+
+def quantised_parts(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of which ``value`` of a pickle, optimizer state that torchao quantised, is made; else none."""
+    if not isinstance(value, PickledObject) or value.name not in QUANTISED_CLASSES:
+        return {}
+    return {part: each for part, each in value.fields.items() if isinstance(each, Tensor)}
+
+
+def quantised_class(value: PickledObject) -> dict[str, Any]:
+    """Return as JSON what ``state.quantised_slots`` needs to make such state of its parts."""
+    given = []
+    for name in QUANTISED_CLASSES[value.name]:
+        each = None if name is None else value.get(name)
+        told = (
+            {"__torch__": ["dtype", TORCH_NAMES[each]]}
+            if name == "dtype" and each in TORCH_NAMES
+            else bool(each)
+        )
+        given.append(None if name is None else {"value": told})
+    return {QUANTISED: [value.name.rpartition(".")[2], given]}
 
 
 def is_distributed(value: Any) -> bool:
@@ -410,7 +439,7 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates whatever 
             return _typed
         if full == "torch._utils._rebuild_wrapper_subclass":
             return _wrapper
-        if full in ALLOWED or module.startswith("megatron."):
+        if full in ALLOWED or full in QUANTISED_CLASSES or module.startswith("megatron."):
             return _maker(full)
         raise Damaged(
             f"{self._where} names {full}, which is none of the classes that checkpoints are known to hold, and a pickle"
@@ -467,8 +496,11 @@ def _typed(rebuild: Any, _: Any, args: Any, state: Any = None, *__: Any) -> Tens
 
 
 def _wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> PickledObject:
-    """Build the description of a distributed tensor: a tensor without bytes of its own, whose state has the rest."""
-    if _DISTRIBUTED_CLASS.fullmatch(getattr(kind, "described", "")) is None:
+    """Build the description of a tensor without bytes of its own, whose state has the rest."""
+    described = getattr(kind, "described", "")
+    if described in QUANTISED_CLASSES:
+        return PickledObject(described, fields={"dtype": dtype, "shape": shape})
+    if _DISTRIBUTED_CLASS.fullmatch(described) is None:
         raise TypeError("a tensor without bytes of its own, of a class that is not known")
     return PickledObject(DISTRIBUTED, fields={"dtype": dtype, "shape": shape})
 

@@ -17,7 +17,7 @@ from math import prod
 from operator import le, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ...errors import ModelNotSupported
+from ...errors import ModelNotSupported, RunMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +207,23 @@ def copy_common(held: torch.Tensor, here: AnyRegion, value: torch.Tensor, there:
             common = one.intersect(other)
             if common is not None:
                 target[common.slices_in(one)].copy_(source[common.slices_in(other)])
+
+
+def blocks_of(name: str, whole: tuple[int, ...], region: AnyRegion, size: int) -> Region:
+    """Return which blocks, ``size`` elements each of the flattened tensor ``name``, make up ``region``.
+
+    Raises ``RunMismatch`` if the region is not made up of whole blocks.
+    """
+    row = prod(whole[1:])
+    if isinstance(region, Region) and whole and region.shape[1:] == whole[1:]:
+        first, stop = region.start[0] * row, region.stop[0] * row
+        if first % size == 0 and stop % size == 0:
+            return Region((first // size,), (stop // size,))
+    raise RunMismatch(
+        f"the optimizer state of {name}, {list(whole)}, is quantised in blocks of {size} elements, and the part of it"
+        f" that this rank holds, {region.to_json()}, is not made of whole blocks. Resume with as many ranks as the run"
+        " had, or with a number of which all parts are."
+    )
 
 
 def refuse_gaps(held: Sequence[Mapping[str, AnyRegion]], here: Mapping[str, AnyRegion]) -> None:

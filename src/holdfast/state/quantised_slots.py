@@ -1,0 +1,169 @@
+"""Optimizer state that torchao keeps in few bits, as the plain tensors that it is made of.
+
+``torchao.optim`` keeps a moment as one object without memory of its own, around codes, a scale for each block of
+elements of the flattened local tensor, and a table of values. Commits hold these as slots of their own
+(``exp_avg.codes``, ``exp_avg.scale``, ``exp_avg.qmap``), and the object's class among the values.
+
+Codes and scales are in global coordinates, like everything else, so that another sharding can read them. A block is
+never divided: a sharding with a border inside of one is refused. Called by ``live_state``, and where state is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import ModelNotSupported, RunMismatch
+from .encoding import decode, encode
+from .layout.regions import AnyRegion, blocks_of, is_distributed, local_of
+from .tensor_entries import QUANTISED
+
+LIBRARY = "torchao.optim"
+CLASSES = {
+    "OptimState8bit": f"{LIBRARY}.subclass_8bit",
+    "OptimState4bit": f"{LIBRARY}.subclass_4bit",
+    "OptimStateFp8": f"{LIBRARY}.subclass_fp8",
+}
+"""The module of each class of such state. All have the methods of torch's protocol for tensors made of tensors."""
+IN_BLOCKS = ("codes", "scale")
+"""The parts with one element for one or more of the parameter, in the order of the flattened one."""
+FEWEST = 4096
+"""The fewest elements of a local tensor whose state torchao quantises (0.18)."""
+
+
+def is_quantised(value: Any) -> bool:
+    """Return whether ``value`` is such state, or a distributed tensor of it."""
+    kind = type(getattr(value, "_local_tensor", value))
+    return CLASSES.get(kind.__name__) == kind.__module__
+
+
+def opened(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with the local parts of quantised tensors in their place."""
+    found: dict[str, Any] = {}
+    for slot, value in slots.items():
+        if is_quantised(value):
+            held = getattr(value, "_local_tensor", value)
+            found |= {f"{slot}.{part}": getattr(held, part) for part in held.__tensor_flatten__()[0]}
+        else:
+            found[slot] = value
+    return found
+
+
+def classes_in(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return as JSON, by slot, what ``put_values`` needs to make quantised tensors of their parts."""
+    found = {}
+    for slot, value in slots.items():
+        if is_quantised(value):
+            held = getattr(value, "_local_tensor", value)
+            arguments = held.__tensor_flatten__()[1]
+            # a shape is the local one, which another sharding changes
+            told = [None if isinstance(each, tuple) else {"value": encode(each)} for each in arguments]
+            found[slot] = {QUANTISED: [type(held).__name__, told]}
+    return found
+
+
+def put_values(slots: dict[str, Any], values: Mapping[str, Any], parameter: torch.Tensor) -> None:
+    """Put ``values`` into the state of ``parameter``, and make quantised tensors of the parts that are there."""
+    for slot, value in values.items():
+        if not (isinstance(value, dict) and QUANTISED in value):
+            slots[slot] = value
+        elif not is_quantised(slots.get(slot)):
+            name, told = value[QUANTISED]
+            kind = getattr(import_module(CLASSES[name]), name)
+            shape = local_of(parameter.detach()).shape
+            arguments = [shape if each is None else decode(each["value"]) for each in told]
+            parts = [local_of(slots.pop(f"{slot}.{part}")).contiguous() for part in kind.tensor_attrs]
+            made = kind(*parts, *arguments)
+            if made.shape != shape:
+                raise RunMismatch(
+                    f"{slot} is {list(made.shape)}, and the part of its parameter that this rank holds {list(shape)}"
+                )
+            slots[slot] = _divided_as(parameter, made)
+
+
+def _divided_as(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as torchao has it beside ``parameter``: distributed alike."""
+    if not is_distributed(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    shape = {"shape": parameter.shape, "stride": parameter.stride()}
+    made = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **shape)
+    return made.to(parameter.device)
+
+
+def is_part(values: Mapping[str, Any], slot: str) -> bool:
+    """Return whether ``slot`` is a part of quantised state, of a parameter with these ``values``, as JSON."""
+    told = values.get(slot.rpartition(".")[0])
+    return isinstance(told, dict) and QUANTISED in told
+
+
+def block_size(
+    values: Mapping[str, Any], slot: str, elements: int, whole: Sequence[int], region: AnyRegion | None = None
+) -> int | None:
+    """Return of how many elements of a parameter one element of the part ``slot`` is; None if it is of one alone.
+
+    Args:
+        values: The parameter's values, as JSON, among them ``classes_in`` of its state.
+        slot: The name of the part.
+        elements: The number of its elements, in ``whole`` or in ``region``.
+        whole: The shape of the parameter.
+        region: The region of the parameter that has so many; None for the whole.
+    """
+    if slot.rpartition(".")[2] not in IN_BLOCKS or not is_part(values, slot):
+        return None
+    size = (prod(whole) if region is None else region.elements) // elements
+    return size if size > 1 else None  # codes of 8 bits have the parameter's own shape
+
+
+def refuse_uneven(
+    optimizers: Sequence[torch.optim.Optimizer],
+    name_of: Mapping[int, str],
+    wholes: Mapping[str, tuple[int, ...]],
+    ranks: Sequence[Mapping[str, AnyRegion]],
+) -> None:
+    """Raise ``ModelNotSupported`` where torchao would quantise state on some ranks only, or in blocks not of the whole.
+
+    Args:
+        optimizers: The live optimizers.
+        name_of: The names of the parameters, by id.
+        wholes: The shapes of the whole parameters, by name.
+        ranks: The regions of parameters that each rank holds, by name.
+    """
+    for kind, name, size in _blocks(optimizers, name_of):
+        regions = [held[name] for held in ranks if name in held]
+        quantised = {region.elements >= FEWEST and region.elements % size == 0 for region in regions}
+        try:
+            if len(quantised) > 1:
+                raise RunMismatch(
+                    f"their parts have {sorted({region.elements for region in regions})} elements, of which only some"
+                    f" are quantised: those of {FEWEST} or more, if a multiple of {size}"
+                )
+            for region in regions if True in quantised else ():
+                blocks_of(name, wholes[name], region, size)
+        except RunMismatch as error:
+            raise ModelNotSupported(
+                f"{kind} would keep its state of {name}, {list(wholes[name])}, so that it belongs to this number of"
+                f" ranks alone: {error} Use a number of ranks that divides its first dimension evenly, or another"
+                " block_size."
+            ) from error
+
+
+def _blocks(
+    optimizers: Sequence[torch.optim.Optimizer], name_of: Mapping[int, str]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield, for each parameter of an optimizer of torchao, the optimizer's class, the name, and a block's elements."""
+    for optimizer in optimizers:
+        size: Any = getattr(optimizer, "block_size", None)
+        if type(optimizer).__module__.startswith(LIBRARY) and isinstance(size, int):
+            names = [
+                name_of[id(p)]
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if id(p) in name_of
+            ]
+            yield from ((type(optimizer).__name__, name, size) for name in names)

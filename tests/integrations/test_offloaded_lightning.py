@@ -246,6 +246,21 @@ def test_what_cannot_work_is_refused(tmp_path, kind, options, error, text):
     assert not run.exists() or len([*run.iterdir()]) == 1
 
 
+class KeepsGradients(Module):
+    """Zeroes them every second time, so that two steps add up."""
+
+    def optimizer_zero_grad(self, epoch, number, optimizer):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+
+
+def test_gradients_that_memory_adds_up_are_refused(tmp_path):
+    notes = Notes()
+    with pytest.raises(BadInput, match="gradients were not zeroed since the step before"):
+        out_of_core(tmp_path, notes, module=KeepsGradients())
+    assert [step for *_, step in notes.told] == [0, 0, 1, 1, 1]
+
+
 def test_the_callback_for_training_in_memory_is_refused(tmp_path):
     with pytest.raises(BadInput, match="HoldfastCallback does not work"):
         out_of_core(tmp_path, HoldfastCallback(tmp_path / "other"))

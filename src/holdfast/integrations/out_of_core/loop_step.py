@@ -87,6 +87,11 @@ class LoopStep:
         """True if the losses of all micro-batches are there."""
         return self._number == len(self._batches) and self._loss is not None
 
+    @property
+    def has_loss(self) -> bool:
+        """True if the loss of a micro-batch was taken."""
+        return self._loss is not None or self._number > 1
+
     def output(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the model's output for the next micro-batch, which the loop has called with these arguments."""
         if self._output is not None:

@@ -205,6 +205,8 @@ class OffloadedFit(Fit):
         self._next_batch = 0
         """The number, in its epoch, of the next batch of that step."""
         self._is_early = self._is_taken = False
+        self._has_gradients = False
+        """True if training in memory would have gradients now, which ``zero_grad`` drops."""
         self._stops = False
         """True if training was told to stop within a step: it does so after the step."""
 
@@ -225,7 +227,7 @@ class OffloadedFit(Fit):
         switch_off_checkpointing(module)
         clip = trainer.gradient_clip_val
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
-        vars(optimizer)["zero_grad"] = do_nothing
+        vars(optimizer)["zero_grad"] = self._zero_grad
         self._put(trainer.precision_plugin, "clip_gradients", do_nothing)
         usual: dict[str, Any] = {
             "precision": precision_of(module, mixed=trainer.precision == "bf16-mixed"),
@@ -246,7 +248,7 @@ class OffloadedFit(Fit):
         engine.held.refuse_gradients(
             "give gradient_clip_val to the trainer, and leave out what changes gradients"
         )
-        self._put(module, "zero_grad", do_nothing)
+        self._put(module, "zero_grad", self._zero_grad)
         return engine.resumed_from is not None
 
     def _grouped(self, loader: Any) -> Any:
@@ -329,7 +331,13 @@ class OffloadedFit(Fit):
         if self._step is None:
             raise BadInput("the optimizer was stepped without training_step: leave its step to the trainer")
         assert self._engine is not None
+        if self._has_gradients:
+            self._refuse(
+                "gradients were not zeroed since the step before. In memory they would be added to this step's, and the"
+                " engine has them no more: let optimizer_zero_grad call optimizer.zero_grad()"
+            )
         step, self._step = self._step, None
+        self._has_gradients = True
         try:
             self._engine.take_hyper_parameters()  # hooks may have changed them
             step.go_on(None)
@@ -337,6 +345,10 @@ class OffloadedFit(Fit):
             step.abandon()
             raise
         return loss
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Take the place of ``zero_grad`` of the optimizer and the module."""
+        self._has_gradients = False
 
     def refuse_end(self) -> NoReturn:
         """Raise ``BadInput``, because training has ended within a step, whose batches it has left out."""

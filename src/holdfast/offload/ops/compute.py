@@ -154,7 +154,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     del batch.boundaries[block], boundary
     input_ops.used(run, block, m)
     if block == 0 and m == len(step.micro_batches) - 1:
-        step.buffers = run.agreed_buffers()
+        step.buffers, step.transient = run.agreed_buffers(), run.transient.changed()
 
 
 def _free_states(run: Runtime, op: Op) -> None:

@@ -434,6 +434,16 @@ def test_a_rate_set_when_the_step_is_done_is_refused(tmp_path):
     assert make(offloaded(Trainer), tmp_path, max_steps=3).train().global_step == 3
 
 
+class SetsNorm(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        args.max_grad_norm = 0.1
+
+
+def test_a_norm_set_in_training_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"args\.max_grad_norm was 1\.0 when train"):
+        make(offloaded(Trainer), tmp_path, callbacks=[SetsNorm()]).train()
+
+
 class ReadsGradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **_):
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)

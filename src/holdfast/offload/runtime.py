@@ -209,6 +209,8 @@ class MicroBatch:
     coroutine: Coroutine
     weight: float | None
     """Factor for the micro-batch's loss; None divides the loss by the number of micro-batches."""
+    lacks_targets: Callable[[], bool] = lambda: False
+    """Returns whether the micro-batch has no targets, so that its loss is NaN and its gradient zero."""
     tracker: OriginTracker = field(default_factory=OriginTracker)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     deliveries: dict[int, BlockOutput] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from ...errors import BadInput, EngineFailed
 from ...offload.engine import Engine
 from ...offload.model.microbatches import Coroutine, OwnCall, without_autocast
 from ...offload.rng import Turn, present_turn, share
-from .model_calls import CallPattern, ModelCall, changed_setting
+from .model_calls import CallPattern, ModelCall, changed_setting, tensors_of
 
 
 @dataclass
@@ -110,8 +110,8 @@ class LoopStep:
             self._shared = SharedStep(
                 self._engine,
                 [
-                    OwnCall(partial(self._call, n), call.named_tensors, {})
-                    for n, call in enumerate(self._calls)
+                    OwnCall(partial(self._call, n), call.named_tensors | tensors_of(batch), {})
+                    for n, (call, batch) in enumerate(zip(self._calls, self._batches, strict=True))
                 ],
             )
             self._take(self._shared.begin())

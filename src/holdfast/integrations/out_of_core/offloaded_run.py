@@ -15,7 +15,7 @@ log, evaluation and saving of the newest step are repeated, and nothing of it is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from ...state.encoding import decode, encode
 from ...state.progress import hyper_parameters, random_state, restore_random_state
 from ..trainer_run import Training
 from . import generation
+from .model_calls import tensors_of
 from .script_model import (
     do_nothing,
     left_to_the_engine,
@@ -73,6 +74,8 @@ class OffloadedTraining(Training):
         """The losses of the present step that the loop has not got yet."""
         self._counted_step = -1
         """The number of steps that the trainer had counted when the engine did the present one."""
+        self._norm = trainer.args.max_grad_norm
+        """The norm that the engine clips to, as the trainer had it."""
         self._hyper: list[dict[str, Any]] = []
         """The hyper-parameters that the engine has done the present step with."""
         self._loss = threading.local()
@@ -105,7 +108,7 @@ class OffloadedTraining(Training):
             batches = len(loader) if has_length(loader) else None
             refuse_unlike_processes({"batches in an epoch": batches, **self._same()})
         optimizer.step = MethodType(left_to_the_engine(self._end_optimizer_step), optimizer)
-        norm, fetched = trainer.args.max_grad_norm, trainer.args.gradient_accumulation_steps
+        norm, fetched = self._norm, trainer.args.gradient_accumulation_steps
         if norm and norm > 0:
             refuse_clipping_of_others(names_outside_optimizer(trainer.model, optimizer))
         usual: dict[str, Any] = {
@@ -204,6 +207,11 @@ class OffloadedTraining(Training):
         if not self._losses:
             engine, group = self._opened, self._group
             self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
+            if self._trainer.args.max_grad_norm != self._norm:
+                raise BadInput(
+                    f"args.max_grad_norm was {self._norm} when train() was called and is"
+                    f" {self._trainer.args.max_grad_norm} now: the engine clips all steps alike"
+                )
             self._hyper = self._hyper_now()
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
                 self._losses = self._taken_results(group[-1].of)
@@ -377,13 +385,6 @@ def takes_only_the_loss(trainer: Trainer) -> bool:
     """Return whether the loss is the one that the model returns, and nothing else of its result is used."""
     own = type(trainer).compute_loss is not Trainer.compute_loss
     return not own and trainer.compute_loss_func is None and trainer.label_smoother is None
-
-
-def tensors_of(batch: Any) -> Mapping[str, Any]:
-    """Return the tensors of ``batch`` by name; an empty dict if it has no names."""
-    if not isinstance(batch, Mapping):
-        return {}
-    return {str(name): value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
 FLAG = "precompute_ref_logps"

@@ -41,6 +41,7 @@ from ...optim.mezo import MeZO
 from ..lightning_fit import Fit, FitCallback
 from ..lightning_state import refuse_callbacks
 from .loop_step import SharedStep
+from .model_calls import tensors_of
 from .prepared_objects import BatchesAhead
 from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 
@@ -106,7 +107,8 @@ class OffloadedFitting(Strategy):
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the hooks around a backward pass, which is the engine's."""
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and self._fit is not None
+        self._fit.goes_backward()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
@@ -205,8 +207,11 @@ class OffloadedFit(Fit):
         self._next_batch = 0
         """The number, in its epoch, of the next batch of that step."""
         self._is_early = self._is_taken = False
-        self._has_gradients = False
-        """True if training in memory would have gradients now, which ``zero_grad`` drops."""
+        self._has_gradients = self._is_amid = False
+        """True if training in memory would have gradients now, which ``zero_grad`` drops; and if they are of the
+        present step."""
+        self._clip: float | None = None
+        """The norm that the engine clips to, as the trainer had it."""
         self._stops = False
         """True if training was told to stop within a step: it does so after the step."""
 
@@ -225,7 +230,7 @@ class OffloadedFit(Fit):
         _refuse_optimizers(trainer)
         [optimizer] = trainer.optimizers
         switch_off_checkpointing(module)
-        clip = trainer.gradient_clip_val
+        self._clip = trainer.gradient_clip_val
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
         vars(optimizer)["zero_grad"] = self._zero_grad
         self._put(trainer.precision_plugin, "clip_gradients", do_nothing)
@@ -233,7 +238,7 @@ class OffloadedFit(Fit):
             "precision": precision_of(module, mixed=trainer.precision == "bf16-mixed"),
             "micro_batches": trainer.accumulate_grad_batches,
             "device": str(trainer.strategy.root_device),
-            "clipping": clip or None,
+            "clipping": self._clip or None,
         }
         engine = offload(
             module,
@@ -293,7 +298,7 @@ class OffloadedFit(Fit):
             self._next_batch += 1
             return self._step.go_on(None)
         calls = [
-            OwnCall(partial(self._call, batch, first + number), {}, {})
+            OwnCall(partial(self._call, batch, first + number), tensors_of(batch), {})
             for number, batch in enumerate(self._ahead.group)
         ]
         self._step, self._next_batch = SharedStep(self._engine, calls), first + 1
@@ -331,13 +336,12 @@ class OffloadedFit(Fit):
         if self._step is None:
             raise BadInput("the optimizer was stepped without training_step: leave its step to the trainer")
         assert self._engine is not None
-        if self._has_gradients:
+        if self._trainer.gradient_clip_val != self._clip:
             self._refuse(
-                "gradients were not zeroed since the step before. In memory they would be added to this step's, and the"
-                " engine has them no more: let optimizer_zero_grad call optimizer.zero_grad()"
+                f"gradient_clip_val was {self._clip} when the run was opened and is {self._trainer.gradient_clip_val}"
+                " now: the engine clips all steps alike"
             )
-        step, self._step = self._step, None
-        self._has_gradients = True
+        step, self._step, self._is_amid = self._step, None, False
         try:
             self._engine.take_hyper_parameters()  # hooks may have changed them
             step.go_on(None)
@@ -348,7 +352,20 @@ class OffloadedFit(Fit):
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """Take the place of ``zero_grad`` of the optimizer and the module."""
+        if self._is_amid:
+            self._refuse(
+                "gradients were zeroed between a backward pass and the optimizer's step, which drops some of the step"
+            )
         self._has_gradients = False
+
+    def goes_backward(self) -> None:
+        """Note a backward pass, which is the engine's. Raises ``BadInput`` for gradients of the step before."""
+        if self._has_gradients and not self._is_amid:
+            self._refuse(
+                "gradients were not zeroed since the step before. In memory they would be added to this step's, and the"
+                " engine has them no more: let optimizer_zero_grad call optimizer.zero_grad()"
+            )
+        self._has_gradients = self._is_amid = True
 
     def refuse_end(self) -> NoReturn:
         """Raise ``BadInput``, because training has ended within a step, whose batches it has left out."""

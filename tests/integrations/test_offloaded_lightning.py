@@ -8,7 +8,7 @@ import torch
 L = pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import holdfast  # noqa: E402
@@ -283,5 +283,7 @@ def test_gradients_that_memory_adds_up_are_refused(tmp_path):
 def test_the_callback_for_training_in_memory_is_refused(tmp_path):
     with pytest.raises(BadInput, match="HoldfastCallback does not work"):
         out_of_core(tmp_path, HoldfastCallback(tmp_path / "other"))
+    with pytest.raises(BadInput, match="BackboneFinetuning does not work"):
+        out_of_core(tmp_path, BackboneFinetuning())
     with pytest.raises(BadInput, match="clipping follows from the trainer"):
         OffloadedStrategy(tmp_path, clipping=1.0)

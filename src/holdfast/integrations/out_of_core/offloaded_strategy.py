@@ -28,7 +28,7 @@ import torch
 from fsspec.core import url_to_fs
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -454,7 +454,7 @@ def _refuse(trainer: Any, own: FitCallback) -> None:
                     f"{type(each).__name__} has a {name} of its own, which the engine does not call"
                 )
     for callback in trainer.callbacks:
-        if isinstance(callback, (WeightAveraging, GradientAccumulationScheduler)) or (
+        if isinstance(callback, (WeightAveraging, GradientAccumulationScheduler, BaseFinetuning)) or (
             isinstance(callback, FitCallback) and callback is not own
         ):
             raise BadInput(

@@ -271,6 +271,9 @@ class AdapterConfig:
     targets: tuple[str, ...] = _key(
         ("all-linear",), 'layers by the ends of their names, like "q_proj"', fixed=True
     )
+    rank_pattern: tuple[str, ...] = _key(
+        (), 'other ranks for some targets, like "down_proj=32"; with alpha "auto", alpha follows', fixed=True
+    )
     dropout: float = _key(0.0, "probability, on what an adapter reads", stated=True)
     dora: bool = _key(False, "a trained magnitude for each output of a layer", fixed=True)
     rslora: bool = _key(False, "scale by alpha / sqrt(rank)", fixed=True)
@@ -288,11 +291,27 @@ class AdapterConfig:
         _require(bool(self.targets), "lora.targets", self.targets, "name layers")
         alone = "all-linear" not in self.targets or len(self.targets) == 1
         _require(alone, "lora.targets", self.targets, '"all-linear" stands alone')
+        for each in self.rank_pattern:
+            end, _, number = each.rpartition("=")
+            is_rank = bool(end) and number.isdecimal() and int(number) >= 1
+            _require(is_rank, "lora.rank_pattern", self.rank_pattern, 'write each as "end of a name=rank"')
+        _require(
+            len(self.ranks) == len(self.rank_pattern),
+            "lora.rank_pattern",
+            self.rank_pattern,
+            "a name stands once",
+        )
         _require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must be at least 0 and below 1")
         if rank == "none":
             for key in fields(AdapterConfig):
                 value = getattr(self, key.name)
                 _require(value == key.default, f"lora.{key.name}", value, "needs adapters: give lora.rank")
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The ranks of ``rank_pattern``, by the ends of the layers' names."""
+        pairs = (each.rpartition("=") for each in self.rank_pattern)
+        return {end.strip(): int(rank) for end, _, rank in pairs}
 
     @property
     def are_wanted(self) -> bool:

@@ -16,6 +16,7 @@ from holdfast.cli.train.engine_build import make_optimizer
 from holdfast.cli.train.recipe import recipe_of
 from holdfast.config import load_config
 from holdfast.data.loader import step_loader
+from holdfast.offload.model.peft_adapters import lora_layers
 from support.adapter_runs import TINY, logits, losses, train_adapters
 from support.tiny_keys import words
 from training import differing, stored
@@ -28,7 +29,10 @@ from tiny_folders import TEXT, write_folder  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing", "ignore:.*fan_in_fan_out")
 
-LORA = ("lora.rank=4", "lora.targets=[q_proj,v_proj,up_proj]", "lora.dropout=0.2")
+LORA = (
+    "lora.rank=4", "lora.targets=[q_proj,v_proj,up_proj]", "lora.rank_pattern=[1.mlp.up_proj=2,v_proj=6]",
+    "lora.dropout=0.2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,8 @@ def run(tmp_path_factory, made, train, llama):
 
 def test_adapters_resume_and_are_written_as_peft_loads_them(tmp_path, run, train, holdfast, llama):
     result = train(tmp_path / "whole", llama, 3, *LORA)
-    assert "LoRA of rank 4 on q_proj, v_proj, up_proj; all else is frozen" in result.out
+    said = "LoRA of rank 4 (2 on 1.mlp.up_proj, 6 on v_proj) on q_proj, v_proj, up_proj; all else is frozen"
+    assert said in " ".join(result.out.split())
     assert f"convert {tmp_path / 'whole'} OUT --to peft" in result.out
     assert losses(run) == losses(tmp_path / "whole")
     found = stored(run)
@@ -84,7 +89,16 @@ def test_adapters_resume_and_are_written_as_peft_loads_them(tmp_path, run, train
     told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert told["base_model_name_or_path"] == str(llama) and told["r"] == 4 and told["lora_alpha"] == 8
     assert told["lora_dropout"] == 0.2 and sorted(told["target_modules"]) == ["q_proj", "up_proj", "v_proj"]
+    assert told["rank_pattern"] == {"1.mlp.up_proj": 2, "v_proj": 6} and told["alpha_pattern"] == {
+        "1.mlp.up_proj": 4,
+        "v_proj": 12,
+    }
     loaded = with_adapter(llama, tmp_path / "adapter")
+    ranks = {name: (layer.r["default"], layer.scaling["default"]) for name, layer in lora_layers(loaded)}
+    assert ranks == {
+        name: (2 if name.endswith("1.mlp.up_proj") else 6 if name.endswith("v_proj") else 4, 2.0)
+        for name in ranks
+    }
     values = {f"{name}/param": value for name, value in loaded.named_parameters() if "lora_" in name}
     assert len(values) == 3 * 3 * 2 and differing(found, values) == []
     assert all(value.abs().max() > 0 for value in values.values())
@@ -216,6 +230,8 @@ def _rates(config):
             ["lora.rank=4", "lora.targets=[v_proj]", "lora.modules_to_save=[q_proj]", "quantization.bits=4"],
             "packed values are not",
         ),
+        (["lora.rank=4", "lora.targets=[v_proj]", "lora.rank_pattern=[q_proj=2]"], "no adapted layer of the model"),
+        (["lora.rank=4", "lora.rank_pattern=[q_proj]"], 'write each as "end of a name=rank"'),
         (["lora.rank=4", "lora.bias=some"], 'lora.bias = "some": must be "none" or "all" or "lora_only"'),
         (["lora.rank=4", "train.optimizer=apollo"], 'train.optimizer = "apollo" projects'),
         (["quantization.bits=4"], "quantised weights cannot be trained. Train adapters on them"),

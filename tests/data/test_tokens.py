@@ -91,7 +91,10 @@ def test_of_a_pair_the_completion_alone_is_a_target(tmp_path):
         {"prompt": "a", "completion": "long one that is cut"},
         {"prompt": "as long as the context", "completion": "!"},
     )
-    with pytest.warns(UserWarning, match=r"1 of 3 samples are left out: .* model\.context = 10 tokens"):
+    with (
+        pytest.warns(UserWarning, match=r"1 of 3 samples are left out: .* model\.context = 10 tokens"),
+        pytest.warns(UserWarning, match=r"1 of 2 samples are longer than model\.context = 10 tokens"),
+    ):
         text = encoded(str(path), Bytes(), tmp_path / "kept", context=10)
     first, second = (text.training[index] for index in range(2))
     assert first["input_ids"].tolist() == [BEGIN, *b"2+2=4", END]

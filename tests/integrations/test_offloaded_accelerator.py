@@ -234,6 +234,7 @@ def test_an_exit_before_the_schedule_moves_leaves_the_step_out(tmp_path, monkeyp
                 if accelerator.steps_done == 2:
                     sys.exit()
                 schedule.step()
+                optimizer.zero_grad()
     if where == "and it is closed":
         accelerator.end_training()
     accelerator._loop._leave()
@@ -253,6 +254,7 @@ def test_a_schedule_of_epochs_leaves_no_step_out(tmp_path):
             with accelerator.accumulate(net):
                 accelerator.backward(net.train()(**batch).loss)
                 optimizer.step()
+                optimizer.zero_grad()
             if accelerator.steps_done == (2, 3)[epoch]:
                 break
         if not epoch:
@@ -597,6 +599,40 @@ def test_accumulation_by_hand_is_refused(tmp_path):
             accelerator.backward(net(**batch).loss)
     with pytest.raises(EngineFailed, match="a step was given up"):
         net(**batch)
+
+
+@pytest.mark.parametrize(
+    "place, text",
+    [
+        ("never", "has not called optimizer.zero_grad"),
+        ("first", "drops gradients"),
+        ("last", "drops gradients"),
+    ],
+)
+def test_gradients_that_memory_adds_up_or_drops_are_refused(tmp_path, place, text):
+    """Where ``zero_grad`` is not called between two steps, or is called in the middle of one."""
+
+    def opened():
+        accelerator = out_of_core(tmp_path)(cpu=True, gradient_accumulation_steps=2)
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        loader = DataLoader(Texts(12), batch_size=2)
+        return accelerator, *accelerator.prepare(net, optimizer, loader)
+
+    accelerator, net, optimizer, loader = opened()
+    with pytest.raises(BadInput, match=text):
+        for batch in loader:
+            with accelerator.accumulate(net):
+                if place == "first":
+                    optimizer.zero_grad()  # at the last micro-batch, too
+                accelerator.backward(net(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(net.parameters(), NORM)
+                if place == "last" and accelerator.sync_gradients:
+                    net.zero_grad()
+                optimizer.step()
+    close_engines()
+    assert opened()[0].steps_done == (place == "never")
 
 
 def test_a_backward_of_torch_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import torch
 L = pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import holdfast  # noqa: E402
@@ -246,8 +246,44 @@ def test_what_cannot_work_is_refused(tmp_path, kind, options, error, text):
     assert not run.exists() or len([*run.iterdir()]) == 1
 
 
+class KeepsGradients(Module):
+    """Zeroes them every second time, so that two steps add up."""
+
+    def optimizer_zero_grad(self, epoch, number, optimizer):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+
+
+class DropsGradients(Module):
+    def on_before_optimizer_step(self, optimizer):
+        optimizer.zero_grad()
+
+
+class ClipsOtherwise(Module):
+    def on_train_batch_start(self, batch, number):
+        self.trainer.gradient_clip_val = 0.1
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [(DropsGradients, "which drops some of the step"), (ClipsOtherwise, "was 0.5 when the run was opened")],
+)
+def test_a_step_that_memory_does_otherwise_is_refused(tmp_path, kind, text):
+    with pytest.raises(BadInput, match=text):
+        out_of_core(tmp_path, module=kind())
+
+
+def test_gradients_that_memory_adds_up_are_refused(tmp_path):
+    notes = Notes()
+    with pytest.raises(BadInput, match="gradients were not zeroed since the step before"):
+        out_of_core(tmp_path, notes, module=KeepsGradients())
+    assert [step for *_, step in notes.told] == [0, 0, 1]
+
+
 def test_the_callback_for_training_in_memory_is_refused(tmp_path):
     with pytest.raises(BadInput, match="HoldfastCallback does not work"):
         out_of_core(tmp_path, HoldfastCallback(tmp_path / "other"))
+    with pytest.raises(BadInput, match="BackboneFinetuning does not work"):
+        out_of_core(tmp_path, BackboneFinetuning())
     with pytest.raises(BadInput, match="clipping follows from the trainer"):
         OffloadedStrategy(tmp_path, clipping=1.0)

@@ -25,7 +25,7 @@ from transformers import (  # noqa: E402
 )
 
 import holdfast  # noqa: E402
-from holdfast.errors import BadInput, RunMismatch  # noqa: E402
+from holdfast.errors import BadInput, ModelNotSupported, RunMismatch  # noqa: E402
 from holdfast.integrations.out_of_core import script_model  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, offloaded  # noqa: E402
 from holdfast.quantities import round_up  # noqa: E402
@@ -420,6 +420,47 @@ def test_clipping_of_what_is_not_trained_is_refused(tmp_path):
     assert trainer.train().global_step == 8
 
 
+class SetsRate(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
+        optimizer.param_groups[0]["lr"] *= 1 + state.global_step
+
+
+def test_a_rate_set_when_the_step_is_done_is_refused(tmp_path):
+    """Also when the step is repeated after a resume."""
+    for _ in range(2):
+        trainer = make(offloaded(Trainer), tmp_path, callbacks=[SetsRate()], max_steps=3)
+        with pytest.raises(BadInput, match="changed in the middle of step 2"):
+            trainer.train()
+    assert make(offloaded(Trainer), tmp_path, max_steps=3).train().global_step == 3
+
+
+class SetsNorm(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        args.max_grad_norm = 0.1
+
+
+def test_a_norm_set_in_training_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"args\.max_grad_norm was 1\.0 when train"):
+        make(offloaded(Trainer), tmp_path, callbacks=[SetsNorm()]).train()
+
+
+class ReadsGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+def test_a_callback_that_reads_gradients_is_refused(tmp_path):
+    trainer = make(offloaded(Trainer), tmp_path, callbacks=[ReadsGradients()])
+    with pytest.raises(ModelNotSupported, match=r"the gradient of .* was read"):
+        trainer.train()
+    assert trainer.model.zero_grad.__func__ is torch.nn.Module.zero_grad  # the model has its own back
+
+
+class OwnClipping(Trainer):
+    def _clip_grad_norm(self, model):
+        return super()._clip_grad_norm(model)
+
+
 class OwnLoop(Trainer):
     def _inner_training_loop(self, *args, **kwargs):
         raise NotImplementedError
@@ -428,6 +469,8 @@ class OwnLoop(Trainer):
 def test_classes_that_cannot_work_are_refused():
     with pytest.raises(BadInput, match="_inner_training_loop"):
         offloaded(OwnLoop)
+    with pytest.raises(BadInput, match="_clip_grad_norm of its own"):
+        offloaded(OwnClipping)
     with pytest.raises(BadInput, match="subclasses"):
         offloaded(dict)
     with pytest.raises(BadInput, match="normalize"):

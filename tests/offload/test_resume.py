@@ -14,6 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.data.loader import SampleLoader, micro_batches_of
+from holdfast.offload.model import transient_buffers
 from holdfast.offload.ops import state_ops as state
 from holdfast.store.run_store import LocalStore
 from support.grouped import grouped
@@ -476,3 +477,50 @@ def test_buffers_outside_of_blocks_are_part_of_every_commit(tmp_path):
     assert differing(stored(tmp_path), buffers) == []
     assert differing(model.state_dict(), plain.state_dict()) == []
     assert "table/buffer" not in stored(tmp_path)
+
+
+class WithCaches(WithStatistics):
+    """Two buffers that are not persistent and follow the texts: one changes in place, the other is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+        self.first, self.count = self.table, 0  # another name of the table as it was made
+
+    def forward(self, tokens, targets):
+        self.count += 1
+        self.mean.lerp_(tokens[:, :8].float().mean(0), 0.5)
+        self.table = self.table * 0.5 + self.count
+        return super().forward(tokens, targets + self.mean.mean() + self.table.sum())
+
+
+def train_with_caches(directory, *stops):
+    """A process for each of ``stops``, all but the last one given up when its last step is durable."""
+    losses = []
+    for stop in stops:
+        torch.manual_seed(0)
+        model = WithCaches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with holdfast.offload(model, optimizer, directory, precision="fp32") as engine:
+            while engine.steps_done < stop:
+                losses.append(engine.step(batches(engine.steps_done, 2)))
+            engine.wait()
+            if stop != stops[-1]:
+                engine.give_up()
+    return losses, model
+
+
+def test_buffers_that_are_not_persistent_go_on_as_training_left_them(tmp_path):
+    losses, whole = train_with_caches(tmp_path / "whole", 5)
+    again, model = train_with_caches(tmp_path / "run", 2, 3, 5)
+    assert again == losses
+    assert torch.equal(model.mean, whole.mean) and torch.equal(model.table, whole.table)
+    assert model.count == whole.count == 10 and torch.equal(model.first, torch.ones(3))
+
+
+def test_a_buffer_that_is_not_persistent_and_too_large_is_told_of(tmp_path, monkeypatch):
+    _, whole = train_with_caches(tmp_path / "whole", 2)
+    monkeypatch.setattr(transient_buffers, "MOST_BYTES", 16)  # of the table alone
+    with pytest.warns(UserWarning, match="buffer mean is registered with persistent=False"):
+        _, model = train_with_caches(tmp_path / "run", 1, 2)
+    assert torch.equal(model.table, whole.table) and not torch.equal(model.mean, whole.mean)

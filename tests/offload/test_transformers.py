@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -159,6 +161,22 @@ def test_every_bit_equals_a_plain_loop(tmp_path, make, way):
     losses, expected = plain_loop(build(make))
     found_losses, found = offloaded(tmp_path, build(make), activations_on_host=0.5, **way)
     assert found_losses == losses
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, None])
+def test_a_micro_batch_without_targets_adds_nothing(tmp_path, monkeypatch, clip_norm):
+    """Its loss is NaN, as in memory, and its gradient zero."""
+
+    def some_without(step, complete=micro_batches):
+        batches = complete(step)
+        batches[step] |= {"labels": torch.full_like(batches[step]["labels"], -100)}
+        return batches
+
+    monkeypatch.setitem(globals(), "micro_batches", some_without)
+    losses, expected = plain_loop(build(llama), clip_norm)
+    found_losses, found = offloaded(tmp_path, build(llama), clip_norm)
+    assert all(map(math.isnan, losses + found_losses))
     assert differing(found, expected) == []
 
 

@@ -281,9 +281,10 @@ def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> 
             f" model.context = {context} tokens or more",
             stacklevel=3,
         )
-    if count.cut and count.kind == "chats":
+    if count.cut:
+        kind = "conversations" if count.kind == "chats" else "samples"
         warnings.warn(
-            f"{count.cut:,} of {count.samples:,} conversations are longer than model.context = {context} tokens, and"
+            f"{count.cut:,} of {count.samples:,} {kind} are longer than model.context = {context} tokens, and"
             " are cut there",
             stacklevel=3,
         )

@@ -73,6 +73,8 @@ def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path, *, packs: 
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=how.dropout,
         target_modules=ALL_LINEAR if all_linear else list(how.targets),
+        rank_pattern=how.ranks,
+        alpha_pattern={end: 2 * rank for end, rank in how.ranks.items()} if how.alpha == "auto" else {},
         use_dora=how.dora,
         use_rslora=how.rslora,
         modules_to_save=list(how.modules_to_save) or None,
@@ -94,7 +96,18 @@ def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path, *, packs: 
             f" {wrapped[0]}, by changing them as the model runs, which is not done out of core. Name linear layers,"
             " such as --set lora.targets=[q_proj,v_proj]."
         )
+    layers = [name for name, _ in lora_layers(made)]
+    for end in how.ranks:
+        if not any(name.endswith(f".{end}") for name in layers):
+            raise ConfigError(
+                f"lora.rank_pattern: no adapted layer of the model in {folder} is called {literal(end)}. Those that"
+                f" lora.targets = {literal(how.targets)} adapts are {shown(_ends(layers), 12)}."
+            )
     return made
+
+
+def _ends(names: list[str]) -> list[str]:
+    return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
 def adapted(model: nn.Module, config: Any, name: str) -> Any:
@@ -141,7 +154,7 @@ def _refuse_unmatched(model: nn.Module, key: str, targets: tuple[str, ...], fold
             continue
         kind = "linear layers" if key == "targets" else "modules"
         layers = [n for n, m in modules.items() if _is_linear(m) or (kind == "modules" and m._parameters)]
-        ends = [*dict.fromkeys(name.rpartition(".")[2] for name in layers)]
+        ends = _ends(layers)
         near = get_close_matches(target, ends, n=1)
         hint = f"; did you mean {literal(near[0])}?" if near else "."
         raise ConfigError(

@@ -578,6 +578,7 @@ class Engine:
         if beginning is not None:
             self.steps_done = self.resumed_from = beginning.step
             self._steps.resume(beginning.progress)
+            self._run.transient.restore(beginning.progress)
             if "random" in beginning.progress:
                 restore_random_state(decode(beginning.progress["random"]))
         if found is None:
@@ -589,6 +590,7 @@ class Engine:
             self._positions = {k: found.progress[k] for k in POSITIONS if k in found.progress}
             self.results = self._positions.get("results")
             self._steps.resume(found.progress)
+            self._run.transient.restore(found.progress)
             if self._run.zeroth is not None:
                 self._run.zeroth.resume(found.progress, self._run.units)
         self._guard.free_idle_mezo_buffers()
@@ -596,7 +598,13 @@ class Engine:
 
     def _progress(self) -> dict[str, Any]:
         """Return this rank's progress after the present step: everything besides tensors that a resume needs."""
-        return {**self._user.now(), **self._steps.progress(), "skipped_steps": self.skipped_steps}
+        transient = self._run.transient.changed()
+        return {
+            **self._user.now(),
+            **self._steps.progress(),
+            **transient,
+            "skipped_steps": self.skipped_steps,
+        }
 
 
 def _interrupted() -> None:

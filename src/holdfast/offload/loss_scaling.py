@@ -11,7 +11,7 @@ the engine at every step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +119,18 @@ def target_tokens(shifts: bool | None, batch: Any) -> int:
             'micro-batch to its number of target tokens, such as lambda batch: int((batch["labels"] != -100).sum()).'
         )
     return int(((labels[..., 1:] if shifts and _is_of_tokens(labels) else labels) != IGNORED).sum())
+
+
+def lacks_targets(inputs: Any) -> bool:
+    """Return whether a micro-batch whose loss is no number has labels of which none counts.
+
+    A mean over no labels is NaN, and its gradient zero. A first label is left out: a model that counts it has a loss.
+    """
+    named = inputs if isinstance(inputs, Mapping) else {}
+    labels = named.get("targets", named.get("labels"))
+    if not isinstance(labels, torch.Tensor):
+        return False
+    return not bool(((labels[..., 1:] if _is_of_tokens(labels) else labels) != IGNORED).any())
 
 
 def depends_on_shift(batch: Any) -> bool:

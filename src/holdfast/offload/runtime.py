@@ -20,7 +20,7 @@ from ..optim.host_optimizer import HostOptimizer, HyperParameters
 from ..optim.mezo import Delta
 from ..schedule.operations import Op
 from ..schedule.work import BlockPlacement, StepShape
-from ..state.capture import buffer_at
+from ..state.capture import BufferPlace, buffer_at
 from ..store.commit.generations import Generations
 from ..store.run_store import LocalStore
 from ..store.scratch import Scratch
@@ -38,6 +38,7 @@ from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
 from .model.microbatches import Coroutine
+from .model.transient_buffers import TransientBuffers
 
 
 @dataclass
@@ -87,8 +88,11 @@ class Runtime:
     """State of a MeZO run; None for other optimizers."""
     expert_slots: int = 0
     """Number of experts that are held at once, where blocks are without theirs."""
+    passing: dict[str, BufferPlace] = field(default_factory=dict)
+    """The places of the model's buffers that are not persistent."""
 
     def __post_init__(self) -> None:
+        self.transient = TransientBuffers(self.passing)
         self.attributes = AttributeWatch(self.model, self.patch.blocks)
         self.experts = ExpertReader(
             self.blocks, self.device, self.residency.lend, self.stored, self.newest, self.expert_slots
@@ -205,6 +209,8 @@ class MicroBatch:
     coroutine: Coroutine
     weight: float | None
     """Factor for the micro-batch's loss; None divides the loss by the number of micro-batches."""
+    lacks_targets: Callable[[], bool] = lambda: False
+    """Returns whether the micro-batch has no targets, so that its loss is NaN and its gradient zero."""
     tracker: OriginTracker = field(default_factory=OriginTracker)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     deliveries: dict[int, BlockOutput] = field(default_factory=dict)
@@ -238,6 +244,8 @@ class Step:
     """Losses of the micro-batches of all ranks, each with its factor; None is a plain mean."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """The model's persistent buffers after the last computation."""
+    transient: dict[str, Any] = field(default_factory=dict)
+    """Other buffers that training has changed, after the last computation, as a commit holds them."""
     skipped: bool = False
     reason: str = ""
     norms: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from ..schedule.operations import Op
 from ..schedule.transfer_parts import held_copies
 from ..schedule.vertical import commit_only, forward_only
 from ..schedule.work import ClippingMode, StepShape, kept_blocks
-from .loss_scaling import depends_on_shift, shares, target_tokens
+from .loss_scaling import depends_on_shift, lacks_targets, shares, target_tokens
 from .model.microbatches import Coroutine, OwnCall, autocast_state, casts, late_call
 from .offload_options import StepRules
 from .recomputation import RecomputationChoice
@@ -115,6 +115,7 @@ class StepMaker:
             shape = replace(shape, recomputed_fraction=1.0)
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams
+        inputs = [each.inputs if isinstance(each, OwnCall) else each for each in micro_batches]
         operations = self._listed(rules.schedule, shape)
         if shape not in self._held_copies:
             self._held_copies[shape] = held_copies(operations)
@@ -125,7 +126,10 @@ class StepMaker:
             operations=operations,
             horizontal=rules.schedule == "horizontal",
             micro_batches=[
-                MicroBatch(Coroutine(c), w) for c, w in zip(calls, weights * self._streams, strict=True)
+                MicroBatch(Coroutine(call), weight, partial(lacks_targets, inputs))
+                for call, weight, inputs in zip(
+                    calls, weights * self._streams, inputs * self._streams, strict=True
+                )
             ],
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,

@@ -166,8 +166,9 @@ def _of_torch(cls: type) -> str:
 def _refusal(cls: type, name: str) -> str:
     if name in REFUSED:
         return f"{name} cannot be run out of core: {REFUSED[name]}"
+    own = f"{cls.__name__} of {cls.__module__.partition('.')[0]}"  # not torch's AdamW
     return (
-        f"{cls.__name__} is not known to be elementwise: its update of a slice may differ from the slice of its update."
+        f"{own} is not known to be elementwise: its update of a slice may differ from the slice of its update."
         f" Elementwise ones are {', '.join(ELEMENTWISE)} of torch.optim; {' and '.join(WHOLE)} of it are run tensor by"
         " tensor, and so are those of holdfast.optim."
     )

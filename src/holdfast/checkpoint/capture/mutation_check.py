@@ -275,7 +275,7 @@ class TransientBuffers:
             buffer = module._buffers.get(own)
             if buffer is not None and storable(buffer):
                 kinds[name] = (buffer.dtype, buffer.shape)
-            self._attributes.setdefault(_above(name), _small_attributes(module))
+            self._attributes.setdefault(_above(name), small_attributes(module))
         if self._kinds is None:
             self._kinds = kinds
 
@@ -374,7 +374,7 @@ class TransientBuffers:
         modules: dict[str, dict[str, Any]] = {}
         for name in sorted(self.carried & state.passing.keys()):
             above, module = _above(name), state.passing[name][0]
-            made, now = self._attributes.get(above, {}), _small_attributes(module)
+            made, now = self._attributes.get(above, {}), small_attributes(module)
             modules[above] = {key: value for key, value in now.items() if made.get(key) != value}
         return {"modules": modules, "rebound": sorted(self._rebound & self.carried)}
 
@@ -391,7 +391,7 @@ def _above(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _small_attributes(module: nn.Module) -> dict[str, Any]:
+def small_attributes(module: nn.Module) -> dict[str, Any]:
     """Return a module's own attributes that are numbers or small tensors, as JSON."""
     found, buffers = {}, set(map(id, module._buffers.values()))  # another name of a buffer remains one
     for name, value in vars(module).items():

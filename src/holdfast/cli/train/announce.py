@@ -70,11 +70,11 @@ def _adapters(config: Config) -> str:
     packed = {"none": "", 4: f", quantised to {quantization.type.upper()}", 8: ", quantised to int8"}[
         quantization.bits
     ]
+    others = ", ".join(f"{rank} on {end}" for end, rank in lora.ranks.items())
+    ranks = f"{lora.rank} ({others})" if others else f"{lora.rank}"
     whole = f"; {', '.join(lora.modules_to_save)} whole" if lora.modules_to_save else ""
     biases = {"none": "", "all": "; all biases", "lora_only": "; the biases of these layers"}[lora.bias]
-    return (
-        f"{kind} of rank {lora.rank} on {', '.join(lora.targets)}{biases}{whole}; all else is frozen{packed}"
-    )
+    return f"{kind} of rank {ranks} on {', '.join(lora.targets)}{biases}{whole}; all else is frozen{packed}"
 
 
 def _drives(preflight: Preflight) -> str:

@@ -27,7 +27,7 @@ from ...errors import BadInput, EngineFailed
 from ...offload.engine import Engine
 from ...offload.model.microbatches import Coroutine, OwnCall, without_autocast
 from ...offload.rng import Turn, present_turn, share
-from .model_calls import CallPattern, ModelCall, changed_setting
+from .model_calls import CallPattern, ModelCall, changed_setting, tensors_of
 
 
 @dataclass
@@ -87,6 +87,11 @@ class LoopStep:
         """True if the losses of all micro-batches are there."""
         return self._number == len(self._batches) and self._loss is not None
 
+    @property
+    def has_loss(self) -> bool:
+        """True if the loss of a micro-batch was taken."""
+        return self._loss is not None or self._number > 1
+
     def output(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the model's output for the next micro-batch, which the loop has called with these arguments."""
         if self._output is not None:
@@ -105,8 +110,8 @@ class LoopStep:
             self._shared = SharedStep(
                 self._engine,
                 [
-                    OwnCall(partial(self._call, n), call.named_tensors, {})
-                    for n, call in enumerate(self._calls)
+                    OwnCall(partial(self._call, n), call.named_tensors | tensors_of(batch), {})
+                    for n, (call, batch) in enumerate(zip(self._calls, self._batches, strict=True))
                 ],
             )
             self._take(self._shared.begin())

@@ -86,6 +86,12 @@ class CallPattern:
         return ModelCall(*pytree.tree_unflatten(made, self._spec))
 
 
+def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``batch`` by name; none if it has no names."""
+    named = batch if isinstance(batch, Mapping) else {}
+    return {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
 def settings_of(model: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of all modules of ``model`` by name, on which a forward pass may depend.
 

@@ -39,7 +39,6 @@ from .loop_step import LoopStep
 from .model_calls import ModelCall, settings_of
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
 from .script_model import (
-    do_nothing,
     left_to_the_engine,
     names_outside_optimizer,
     precision_of,
@@ -76,6 +75,8 @@ class OffloadedLoop:
         """The moves of schedules since the newest step; None before the first."""
         self._moves_after_steps: set[int] = set()
         """The numbers of moves that followed the steps before it."""
+        self._has_gradients = False
+        """True if training in memory would have gradients now, which ``zero_grad`` drops."""
         self._outside_optimizer: list[str] = []
         """The parameters that require a gradient and are not in the optimizer."""
 
@@ -151,7 +152,7 @@ class OffloadedLoop:
         self._agree_on_batches()
         self._outside_optimizer = names_outside_optimizer(self.model, optimizer)
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
-        vars(optimizer)["zero_grad"] = MethodType(do_nothing, optimizer)
+        vars(optimizer)["zero_grad"] = self.zero_grad
         usual: dict[str, Any] = {
             "device": str(self._accelerator.device),
             "precision": precision_of(self.model, mixed=self._accelerator.mixed_precision == "bf16"),
@@ -242,7 +243,24 @@ class OffloadedLoop:
         """Take the loss of the newest output, as accelerate divides it."""
         if self._step is None:
             raise BadInput("accelerator.backward was called without an output of the model in training mode")
+        if self._has_gradients and not self._step.has_loss:
+            self._refuse(
+                "the loop has not called optimizer.zero_grad() since its last step. In memory that step's gradients"
+                " would be added to this one's, and the engine has them no more: call it after optimizer.step()"
+            )
         self._taking(self._step.take_loss)(loss)
+        self._has_gradients = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Take the place of ``zero_grad`` of the optimizer and the model."""
+        if self._was_clipped:
+            self._give_up()
+        if self._was_clipped or (self._step is not None and self._step.has_loss):
+            self._refuse(
+                "zero_grad was called between accelerator.backward and optimizer.step(), where it drops gradients of"
+                " the step: call it after optimizer.step()"
+            )
+        self._has_gradients = False
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Finish the step, and return the norm that its gradients had before they were clipped."""

@@ -15,7 +15,7 @@ log, evaluation and saving of the newest step are repeated, and nothing of it is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,9 +32,10 @@ from ...offload.api import offload
 from ...offload.engine import Engine
 from ...offload.model.microbatches import OwnCall
 from ...state.encoding import decode, encode
-from ...state.progress import random_state, restore_random_state
+from ...state.progress import hyper_parameters, random_state, restore_random_state
 from ..trainer_run import Training
 from . import generation
+from .model_calls import tensors_of
 from .script_model import (
     do_nothing,
     left_to_the_engine,
@@ -73,6 +74,10 @@ class OffloadedTraining(Training):
         """The losses of the present step that the loop has not got yet."""
         self._counted_step = -1
         """The number of steps that the trainer had counted when the engine did the present one."""
+        self._norm = trainer.args.max_grad_norm
+        """The norm that the engine clips to, as the trainer had it."""
+        self._hyper: list[dict[str, Any]] = []
+        """The hyper-parameters that the engine has done the present step with."""
         self._loss = threading.local()
         """The loss that the micro-batch on this thread would go backward from, and ``fetched_with``."""
         self._processes = trainer.args.world_size
@@ -102,8 +107,8 @@ class OffloadedTraining(Training):
         if self._processes > 1:
             batches = len(loader) if has_length(loader) else None
             refuse_unlike_processes({"batches in an epoch": batches, **self._same()})
-        optimizer.step = MethodType(left_to_the_engine(do_nothing), optimizer)
-        norm, fetched = trainer.args.max_grad_norm, trainer.args.gradient_accumulation_steps
+        optimizer.step = MethodType(left_to_the_engine(self._end_optimizer_step), optimizer)
+        norm, fetched = self._norm, trainer.args.gradient_accumulation_steps
         if norm and norm > 0:
             refuse_clipping_of_others(names_outside_optimizer(trainer.model, optimizer))
         usual: dict[str, Any] = {
@@ -115,6 +120,8 @@ class OffloadedTraining(Training):
         self.engine = offload(
             trainer.model, optimizer, self._run, loader=self, normalize="sum", **(usual | self._options)
         )
+        self.engine.held.until_unguard(_NoZeroing(trainer.model))
+        self.engine.held.refuse_gradients("log grad_norm, and leave out what reads or changes gradients")
         inner = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # its generate calls itself
         self.engine.take_calls(
             [trainer.model, *[inner] * (inner is not trainer.model)], self._refuse_amid_step
@@ -200,6 +207,12 @@ class OffloadedTraining(Training):
         if not self._losses:
             engine, group = self._opened, self._group
             self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
+            if self._trainer.args.max_grad_norm != self._norm:
+                raise BadInput(
+                    f"args.max_grad_norm was {self._norm} when train() was called and is"
+                    f" {self._trainer.args.max_grad_norm} now: the engine clips all steps alike"
+                )
+            self._hyper = self._hyper_now()
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
                 self._losses = self._taken_results(group[-1].of)
             elif group:
@@ -232,6 +245,19 @@ class OffloadedTraining(Training):
                 " on_optimizer_step), where it has the weights after the step already: call it in on_step_begin or"
                 " on_step_end"
             )
+
+    def _end_optimizer_step(self, closure: Any = None) -> None:
+        """Take the place of the optimizer's ``step``. Raises ``BadInput`` if the step was done with other rates."""
+        if self._hyper_now() != self._hyper:
+            raise BadInput(
+                f"the optimizer's param_groups were changed in the middle of step {self._opened.steps_done}"
+                " (on_substep_end, on_pre_optimizer_step or training_step), which the engine had done before with what"
+                " they were: change them in on_step_begin or on_step_end. The run has this step; begin it again in"
+                " another directory if the step counts."
+            )
+
+    def _hyper_now(self) -> list[dict[str, Any]]:
+        return hyper_parameters(self._trainer.optimizer.param_groups)  # type: ignore[union-attr]
 
     @property
     def _opened(self) -> Engine:
@@ -344,17 +370,21 @@ class OffloadedTraining(Training):
             self._state_before = state
 
 
+class _NoZeroing:
+    """Lets the trainer's ``model.zero_grad()`` do nothing, until ``remove``: it would read gradients of the engine."""
+
+    def __init__(self, model: Any) -> None:
+        self._attributes = vars(model)
+        self._attributes["zero_grad"] = do_nothing
+
+    def remove(self) -> None:
+        self._attributes.pop("zero_grad", None)
+
+
 def takes_only_the_loss(trainer: Trainer) -> bool:
     """Return whether the loss is the one that the model returns, and nothing else of its result is used."""
     own = type(trainer).compute_loss is not Trainer.compute_loss
     return not own and trainer.compute_loss_func is None and trainer.label_smoother is None
-
-
-def tensors_of(batch: Any) -> Mapping[str, Any]:
-    """Return the tensors of ``batch`` by name; an empty dict if it has no names."""
-    if not isinstance(batch, Mapping):
-        return {}
-    return {str(name): value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
 FLAG = "precompute_ref_logps"

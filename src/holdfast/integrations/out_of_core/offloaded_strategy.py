@@ -28,7 +28,7 @@ import torch
 from fsspec.core import url_to_fs
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -41,6 +41,7 @@ from ...optim.mezo import MeZO
 from ..lightning_fit import Fit, FitCallback
 from ..lightning_state import refuse_callbacks
 from .loop_step import SharedStep
+from .model_calls import tensors_of
 from .prepared_objects import BatchesAhead
 from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
 
@@ -106,7 +107,8 @@ class OffloadedFitting(Strategy):
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the hooks around a backward pass, which is the engine's."""
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and self._fit is not None
+        self._fit.goes_backward()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
@@ -205,6 +207,11 @@ class OffloadedFit(Fit):
         self._next_batch = 0
         """The number, in its epoch, of the next batch of that step."""
         self._is_early = self._is_taken = False
+        self._has_gradients = self._is_amid = False
+        """True if training in memory would have gradients now, which ``zero_grad`` drops; and if they are of the
+        present step."""
+        self._clip: float | None = None
+        """The norm that the engine clips to, as the trainer had it."""
         self._stops = False
         """True if training was told to stop within a step: it does so after the step."""
 
@@ -223,15 +230,15 @@ class OffloadedFit(Fit):
         _refuse_optimizers(trainer)
         [optimizer] = trainer.optimizers
         switch_off_checkpointing(module)
-        clip = trainer.gradient_clip_val
+        self._clip = trainer.gradient_clip_val
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
-        vars(optimizer)["zero_grad"] = do_nothing
+        vars(optimizer)["zero_grad"] = self._zero_grad
         self._put(trainer.precision_plugin, "clip_gradients", do_nothing)
         usual: dict[str, Any] = {
             "precision": precision_of(module, mixed=trainer.precision == "bf16-mixed"),
             "micro_batches": trainer.accumulate_grad_batches,
             "device": str(trainer.strategy.root_device),
-            "clipping": clip or None,
+            "clipping": self._clip or None,
         }
         engine = offload(
             module,
@@ -246,7 +253,7 @@ class OffloadedFit(Fit):
         engine.held.refuse_gradients(
             "give gradient_clip_val to the trainer, and leave out what changes gradients"
         )
-        self._put(module, "zero_grad", do_nothing)
+        self._put(module, "zero_grad", self._zero_grad)
         return engine.resumed_from is not None
 
     def _grouped(self, loader: Any) -> Any:
@@ -291,7 +298,7 @@ class OffloadedFit(Fit):
             self._next_batch += 1
             return self._step.go_on(None)
         calls = [
-            OwnCall(partial(self._call, batch, first + number), {}, {})
+            OwnCall(partial(self._call, batch, first + number), tensors_of(batch), {})
             for number, batch in enumerate(self._ahead.group)
         ]
         self._step, self._next_batch = SharedStep(self._engine, calls), first + 1
@@ -329,7 +336,12 @@ class OffloadedFit(Fit):
         if self._step is None:
             raise BadInput("the optimizer was stepped without training_step: leave its step to the trainer")
         assert self._engine is not None
-        step, self._step = self._step, None
+        if self._trainer.gradient_clip_val != self._clip:
+            self._refuse(
+                f"gradient_clip_val was {self._clip} when the run was opened and is {self._trainer.gradient_clip_val}"
+                " now: the engine clips all steps alike"
+            )
+        step, self._step, self._is_amid = self._step, None, False
         try:
             self._engine.take_hyper_parameters()  # hooks may have changed them
             step.go_on(None)
@@ -337,6 +349,23 @@ class OffloadedFit(Fit):
             step.abandon()
             raise
         return loss
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Take the place of ``zero_grad`` of the optimizer and the module."""
+        if self._is_amid:
+            self._refuse(
+                "gradients were zeroed between a backward pass and the optimizer's step, which drops some of the step"
+            )
+        self._has_gradients = False
+
+    def goes_backward(self) -> None:
+        """Note a backward pass, which is the engine's. Raises ``BadInput`` for gradients of the step before."""
+        if self._has_gradients and not self._is_amid:
+            self._refuse(
+                "gradients were not zeroed since the step before. In memory they would be added to this step's, and the"
+                " engine has them no more: let optimizer_zero_grad call optimizer.zero_grad()"
+            )
+        self._has_gradients = self._is_amid = True
 
     def refuse_end(self) -> NoReturn:
         """Raise ``BadInput``, because training has ended within a step, whose batches it has left out."""
@@ -425,7 +454,7 @@ def _refuse(trainer: Any, own: FitCallback) -> None:
                     f"{type(each).__name__} has a {name} of its own, which the engine does not call"
                 )
     for callback in trainer.callbacks:
-        if isinstance(callback, (WeightAveraging, GradientAccumulationScheduler)) or (
+        if isinstance(callback, (WeightAveraging, GradientAccumulationScheduler, BaseFinetuning)) or (
             isinstance(callback, FitCallback) and callback is not own
         ):
             raise BadInput(

@@ -43,6 +43,9 @@ USED = (
 )  # fmt: skip
 """The methods of ``Trainer`` that this module replaces or depends on."""
 
+OF_ENGINE = "_clip_grad_norm", "_get_grad_norm", "_prepare_for_training"
+"""The methods that the engine replaces without calling those of the class."""
+
 
 def offloaded(trainer_class: type[Trainer], run: str | Path | None = None, **options: Any) -> type[Any]:
     """Return a subclass of ``trainer_class`` whose optimizer steps run in the out-of-core engine.
@@ -278,6 +281,11 @@ def _refuse_other_loops(trainer_class: type[Trainer]) -> None:
         if getattr(trainer_class, name) is not getattr(Trainer, name):
             raise BadInput(
                 f"{trainer_class.__name__} has a training loop of its own ({name}), which is not supported"
+            )
+    for name in OF_ENGINE:
+        if getattr(trainer_class, name) is not getattr(Trainer, name):
+            raise BadInput(
+                f"{trainer_class.__name__} has a {name} of its own, which the engine does not call"
             )
 
 

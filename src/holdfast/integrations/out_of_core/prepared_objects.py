@@ -30,6 +30,7 @@ class TakesCalls(Protocol):
     def weights_are_here(self) -> bool: ...
     def called(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any: ...
     def weights(self) -> dict[str, torch.Tensor] | None: ...
+    def zero_grad(self) -> None: ...
 
 
 def give_calls(model: nn.Module, to: TakesCalls) -> None:
@@ -50,6 +51,8 @@ def give_calls(model: nn.Module, to: TakesCalls) -> None:
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if self is not to.model or to.weights_are_here:
             super(made, self).zero_grad(set_to_none)
+        else:
+            to.zero_grad()
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     own = {"__call__": __call__, "state_dict": state_dict, "zero_grad": zero_grad}

@@ -268,7 +268,8 @@ def _instead(what: str, instead: str) -> str:
 def take_over(run: Runtime, model: Captured, taken: TakenModel) -> None:
     """Make the model compute with the parameters that ``run`` holds. Raises ``BadInput`` if it cannot be emptied."""
     _install_resident(run, taken)
-    run.device.take_buffers(run.model)
+    with run.transient.moving():
+        run.device.take_buffers(run.model)
     _empty_originals(model, taken)  # last, so that a failure before loses no values
 
 

@@ -28,7 +28,7 @@ from . import gradient_ops, state_ops
 def commit(run: Runtime, op: Op, step: Step) -> None:
     """Publish the step, whose files are all written and synced. When this returns, it survives power loss."""
     # taken when the step began, when it was not known whether it would be skipped; or when the loop's code was over
-    progress = step.progress if step.late_progress is None else step.late_progress.result()
+    progress = step.progress | step.transient if step.late_progress is None else step.late_progress.result()
     progress["skipped_steps"] += step.skipped
     progress |= step.all_results()
     if step.loss_scale is not None:

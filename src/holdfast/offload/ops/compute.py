@@ -33,7 +33,7 @@ from ..model.microbatches import (
     extract_loss,
     without_autocast,
 )
-from ..runtime import Runtime, Step
+from ..runtime import MicroBatch, Runtime, Step
 from ..setup.process_settings import callers_default
 from . import input_ops, parameter_ops
 
@@ -154,7 +154,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     del batch.boundaries[block], boundary
     input_ops.used(run, block, m)
     if block == 0 and m == len(step.micro_batches) - 1:
-        step.buffers = run.agreed_buffers()
+        step.buffers, step.transient = run.agreed_buffers(), run.transient.changed()
 
 
 def _free_states(run: Runtime, op: Op) -> None:
@@ -166,26 +166,38 @@ def _free_states(run: Runtime, op: Op) -> None:
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
     """Skip the step if a loss is not finite on any rank; no update has started yet.
 
-    Collective: every rank must call this.
+    The NaN of a micro-batch without targets skips nothing: its gradient is zero, as in a loop in memory. Collective:
+    every rank must call this.
     """
     for batch in step.micro_batches:
         if isinstance(batch.loss, torch.Tensor):
             batch.loss = float(run.device.fetch(batch.loss))
     parameter_ops.refuse_sampled(run, step)
-    here = [(float(batch.loss or 0.0), batch.weight) for batch in step.micro_batches]
+    here = [
+        (
+            loss := float(batch.loss or 0.0),
+            batch.weight,
+            math.isfinite(loss) or _is_without_targets(step, batch),
+        )
+        for batch in step.micro_batches
+    ]
     gathered = run.data_parallel.control.everyone(here)
-    step.losses = [each for losses in gathered for each in losses]
+    step.losses = [(loss, weight) for losses in gathered for loss, weight, _ in losses]
     bad = [
         (rank, m)
         for rank, losses in enumerate(gathered)
-        for m, (loss, _) in enumerate(losses)
-        if not math.isfinite(loss)
+        for m, (*_, is_good) in enumerate(losses)
+        if not is_good
     ]
     if bad:
         rank, m = bad[0]
         of = "" if run.data_parallel.alone else f" of rank {rank}"
         step.skipped = True
         step.reason = f"the loss of micro-batch {m % step.shape.micro_batches}{of} is {gathered[rank][m][0]}"
+
+
+def _is_without_targets(step: Step, batch: MicroBatch) -> bool:
+    return step.delta is None and batch.lacks_targets()  # MeZO moves by the losses themselves
 
 
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:

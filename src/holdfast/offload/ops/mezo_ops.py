@@ -76,6 +76,7 @@ def measure_slope(run: Runtime, op: Op, step: Step) -> None:
     compute.check_losses(run, op, step)
     zeroth.owe(step.delta, run.units)
     run.resident.write_buffers(as_tensor(state_ops.resident_image(run)), run.resident.buffer_values())
+    step.transient = run.transient.changed()
 
 
 def catch_up(run: Runtime, op: Op, step: Step) -> None:

@@ -109,6 +109,7 @@ def build(
             parameter_order=[parameter.name for parameter in parts.captured.parameters],
             zeroth=None if parts.optimizer.takes_gradients else ZerothOrderState(),
             expert_slots=parts.expert_slots,
+            passing=parts.captured.passing,
         )
         undo.pop_all()
     return run

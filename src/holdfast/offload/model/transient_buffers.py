@@ -1,0 +1,105 @@
+"""Buffers with ``persistent=False`` that training changes, as the commits of an engine hold them.
+
+Such a buffer is a constant or a cache that a model makes anew, so no tensor entry holds it. One that a forward pass
+changes may be neither: frequencies of a position encoding that follow the longest text so far, for one. It is stored by
+value with each commit, with the numbers and small tensors that its module has changed in attributes. Called by the
+engine, and by the operation that ends the computation of a step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...checkpoint.capture.mutation_check import changes_of, small_attributes
+from ...quantities import MiB
+from ...state.capture import BufferPlace, storable
+from ...state.encoding import decode, encode
+
+MOST_BYTES = MiB // 4
+"""The most bytes of a buffer that is stored: it is part of each manifest."""
+
+
+class TransientBuffers:
+    """The buffers at ``places``, by name, as the script has made them. Created before anything is restored."""
+
+    def __init__(self, places: Mapping[str, BufferPlace]) -> None:
+        self._places = dict(places)
+        self._modules = {name.rpartition(".")[0]: module for name, (module, _) in self._places.items()}
+        self._made = self._now()
+        self._attributes = {path: small_attributes(module) for path, module in self._modules.items()}
+        self._told: set[str] = set()
+
+    def changed(self) -> dict[str, Any]:
+        """Return what has changed since creation, as JSON; empty if nothing has."""
+        buffers: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
+        now, same = self._now(), self._as_made()
+        for name, (buffer, _) in now.items():
+            made = self._made.get(name, (None, 0))[0]
+            if name in same:
+                continue
+            if not storable(buffer) or buffer.nbytes > MOST_BYTES:
+                self._tell(name, is_cache=made is None)
+                continue
+            buffers[name] = [encode(buffer.detach().cpu()), buffer is not made]
+            path = name.rpartition(".")[0]
+            before, numbers = self._attributes[path], small_attributes(self._modules[path])
+            attributes[path] = {key: value for key, value in numbers.items() if before.get(key) != value}
+        return {"transient": {"buffers": buffers, "attributes": attributes}} if buffers else {}
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """Set the buffers and attributes that ``progress`` has from ``changed``. Those of other models are skipped."""
+        found = progress.get("transient", {"buffers": {}, "attributes": {}})
+        for name, (value, is_another) in found["buffers"].items():
+            if name in self._places:
+                self._set(*self._places[name], decode(value), is_another)
+        for path, attributes in found["attributes"].items():
+            for name, value in attributes.items() if path in self._modules else ():
+                setattr(self._modules[path], name, decode(value))
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Let buffers be moved to a device in the context, which is no change of those that are as they were made."""
+        same = self._as_made()
+        yield
+        self._made |= {name: each for name, each in self._now().items() if name in same}
+
+    def _as_made(self) -> set[str]:
+        """Return the names of the buffers that have not changed."""
+        return {
+            name
+            for name, (buffer, changes) in self._now().items()
+            if name in self._made and buffer is self._made[name][0] and changes == self._made[name][1]
+        }
+
+    def _set(self, module: torch.nn.Module, own: str, value: torch.Tensor, is_another: bool) -> None:
+        now = module._buffers.get(own)
+        if now is not None and not is_another and now.shape == value.shape:
+            with torch.no_grad():
+                now.copy_(value)
+        else:  # the one that was made may have another name, under which it stays as it is
+            module._buffers[own] = value if now is None else value.to(now.device)
+
+    def _now(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return each buffer with the number of its changes in place."""
+        return {
+            name: (buffer, changes_of(buffer))
+            for name, (module, own) in self._places.items()
+            if (buffer := module._buffers.get(own)) is not None
+        }
+
+    def _tell(self, name: str, is_cache: bool) -> None:
+        if is_cache or name in self._told:
+            return
+        self._told.add(name)
+        warnings.warn(
+            f"buffer {name} is registered with persistent=False, training changes it, and it is too large or of a kind"
+            " that commits do not hold: a resume begins with what the model makes. Register it with persistent=True if"
+            " it is a part of the training state.",
+            stacklevel=6,
+        )

@@ -41,6 +41,7 @@ from .checkpoint.options import (
     chosen_cpus,
     refuse_bad_resume,
     refuse_clipping,
+    refuse_little_memory,
     refuse_no_room_for_best,
     refuse_of_several,
     refuse_other_calls,
@@ -216,6 +217,7 @@ class Checkpointer:
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica, drives)
                     self._remote = self._make_remote(run, remote, keep)
+                refuse_little_memory(ranks, self._backend.least_bytes, self._options.memory_bytes)
             except BaseException:
                 self._training.release()
                 raise

@@ -88,6 +88,7 @@ class LiveState:
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
             self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
         self._had_buffers = self._buffer_names()
+        self._had_places = _places(self._modules)
         self.made_joined: set[str] = set()
         """Names of buffers that overlapped only with one another before ``arrange_buffers``."""
         self._optimizer_of: dict[str, int] = {}
@@ -215,6 +216,15 @@ class LiveState:
     def has_other_buffers(self) -> bool:
         """Return whether a persistent buffer has come or gone since this object was made."""
         return self._buffer_names() != self._had_buffers
+
+    def has_other_parameters(self) -> bool:
+        """Return whether a parameter or a module has come, gone or been replaced since this object was made.
+
+        Sharded parameters are left out, since FSDP2 puts the whole ones in their place at times.
+        """
+        places, sizes = self._had_places
+        is_moved = any(holder.get(name) is not thing for holder, name, thing in places)
+        return is_moved or any(len(holder) != size for holder, size in sizes)
 
     def _buffer_names(self) -> list[tuple[int, list[str]]]:
         """Return the names of the persistent buffers that each module has now."""
@@ -543,6 +553,19 @@ def counts_on_host(group: Mapping[str, Any]) -> bool:
     That is independent of the parameters' device.
     """
     return not (group.get("capturable") or group.get("fused"))
+
+
+Holder = dict[str, Any]
+"""The parameters, or the submodules, of one module."""
+
+
+def _places(
+    modules: Iterable[nn.Module],
+) -> tuple[list[tuple[Holder, str, Any]], list[tuple[Holder, int]]]:
+    """Return where each parameter and submodule of ``modules`` is held, and how many each holder has."""
+    holders = [holder for module in modules for holder in (module._parameters, module._modules)]
+    found = [(holder, name, thing) for holder in holders for name, thing in holder.items()]
+    return [each for each in found if not is_distributed(each[2])], [(each, len(each)) for each in holders]
 
 
 def _persistent(module: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -222,9 +223,8 @@ class LiveState:
 
         Sharded parameters are left out, since FSDP2 puts the whole ones in their place at times.
         """
-        places, sizes = self._had_places
-        is_moved = any(holder.get(name) is not thing for holder, name, thing in places)
-        return is_moved or any(len(holder) != size for holder, size in sizes)
+        there, names, things, holders, sizes = self._had_places  # in flat lists, since every step asks
+        return not all(map(is_, map(dict.get, there, names), things)) or list(map(len, holders)) != sizes
 
     def _buffer_names(self) -> list[tuple[int, list[str]]]:
         """Return the names of the persistent buffers that each module has now."""
@@ -561,11 +561,16 @@ Holder = dict[str, Any]
 
 def _places(
     modules: Iterable[nn.Module],
-) -> tuple[list[tuple[Holder, str, Any]], list[tuple[Holder, int]]]:
-    """Return where each parameter and submodule of ``modules`` is held, and how many each holder has."""
+) -> tuple[list[Holder], list[str], list[Any], list[Holder], list[int]]:
+    """Return where the parameters and submodules of ``modules`` are held, and how many each holder has.
+
+    The lists are the holder, the name and the object of each; then all holders, and the number that each holds.
+    """
     holders = [holder for module in modules for holder in (module._parameters, module._modules)]
     found = [(holder, name, thing) for holder in holders for name, thing in holder.items()]
-    return [each for each in found if not is_distributed(each[2])], [(each, len(each)) for each in holders]
+    found = [each for each in found if not is_distributed(each[2])]
+    there, names, things = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
+    return there, names, things, holders, list(map(len, holders))
 
 
 def _persistent(module: nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ from torch import nn
 
 import holdfast
 from checkpoint.loops import cut_small, make, same
+from holdfast.checkpoint import options as checkpoint_options
 from holdfast.checkpoint.log.recorder import BOUND
 from holdfast.checkpoint.training_state import TrainingState
 from holdfast.checkpointer import Checkpointer
@@ -585,6 +586,20 @@ def test_bad_input_is_refused_with_nothing_written(tmp_path, options, message):
     with pytest.raises(BadInput, match=message):
         Checkpointer(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("every", [1, 3, "auto"])
+def test_memory_that_the_machine_does_not_have_is_refused_with_nothing_written(tmp_path, monkeypatch, every):
+    """Buffers of records are made when they are first needed, so the first steps would show it, or no step."""
+    model = nn.Linear(1000, 1000)
+    ring_bytes, parameter_bytes = (0 if every == 3 else BOUND * 4_000_000), 4_000_000
+    given = {"model": model, "optimizer": ADAMW(model.parameters()), "every": every, "memory": "1GB"}
+    monkeypatch.setattr(checkpoint_options, "free_host_bytes", lambda: ring_bytes + parameter_bytes)
+    with pytest.raises(BadInput, match=r"memory = .* is more than .* has: .* and .* are free"):
+        Checkpointer(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(checkpoint_options, "free_host_bytes", lambda: 2 * (ring_bytes + parameter_bytes))
+    Checkpointer(tmp_path / "run", **given).close()
 
 
 def test_another_model_or_a_second_writer_is_refused(tmp_path):

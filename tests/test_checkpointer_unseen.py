@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.checkpoint.capture import mutation_check, optimizer_hooks
-from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
+from holdfast.errors import BadInput, EngineFailed, ModelNotSupported, OptimizerNotSupported
 from holdfast.state.encoding import decode, encode
 from support.live_copy import copy_of_live_run
 
@@ -647,6 +647,56 @@ class Normed(nn.Module):
         mean = x.mean(0).detach()
         self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
         return self.linear(x - self.mean)
+
+
+def half_trained():
+    """Of which the second layer is frozen, and known to no optimizer that is given what trains."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    return model
+
+
+def other_weight(model, layer):
+    model[layer].weight = nn.Parameter(torch.full((4, 4), 2.0), requires_grad=not layer)
+
+
+def other_layer(model, layer):
+    model[layer] = nn.Linear(4, 4).requires_grad_(not layer)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("change", [other_weight, other_layer])
+def test_frozen_parameters_that_are_replaced_are_in_the_run(tmp_path, change, saves, every):
+    """By another object, which is neither in a record nor known to the optimizer; at a step, or before save()."""
+
+    def made():
+        return Loop(half_trained, lambda p: torch.optim.AdamW([each for each in p if each.requires_grad]))
+
+    loop = made()
+    checkpointer, _ = loop.checkpointer(tmp_path, every=every)
+    with checkpointer:
+        loop.go(checkpointer, 3)
+        if not saves:
+            loop.iterate(3)
+        change(loop.model, 1)
+        checkpointer.save() if saves else checkpointer.step()
+        loop.go(checkpointer, 5)
+    again = made()
+    other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 5 and same(again.state(), loop.state())
+
+
+@pytest.mark.parametrize("change", [other_weight, other_layer])
+def test_trained_parameters_that_are_replaced_are_an_error(tmp_path, change):
+    """The optimizer goes on updating those that the model does not have any more."""
+    loop = Loop(half_trained)
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with pytest.raises(OptimizerNotSupported, match="is not a parameter of the model"), checkpointer:
+        loop.go(checkpointer, 2)
+        change(loop.model, 0)
+        loop.go(checkpointer, 3)
 
 
 def test_a_buffer_that_comes_into_being_is_in_the_run_and_told(tmp_path):

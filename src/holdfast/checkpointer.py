@@ -41,6 +41,7 @@ from .checkpoint.options import (
     chosen_cpus,
     refuse_bad_resume,
     refuse_clipping,
+    refuse_little_memory,
     refuse_no_room_for_best,
     refuse_of_several,
     refuse_other_calls,
@@ -216,6 +217,7 @@ class Checkpointer:
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica, drives)
                     self._remote = self._make_remote(run, remote, keep)
+                refuse_little_memory(ranks, self._backend.least_bytes, self._options.memory_bytes)
             except BaseException:
                 self._training.release()
                 raise
@@ -509,7 +511,7 @@ class Checkpointer:
         self._rollback.begin_step()
         self._training.stepped(updates)
         alone = self._ranks.alone  # the other ranks do not know what one rank finds by itself
-        other = alone and (self._training.has_new_buffers or self._training.state.has_other_buffers())
+        other = alone and self._training.has_other_tensors
         lost = (
             self._optimizer_hooks.lost if self._backend.records_steps else ""
         )  # snapshots alone hold any change
@@ -579,6 +581,10 @@ class Checkpointer:
         Call it after ``step``, before the next iteration begins. Collective: every rank must call this.
         """
         self._refuse_unusable()
+        if self._ranks.alone and self._training.has_other_tensors:
+            self._refuse_between()
+            with self._ending_on_error():
+                self._adapt([])
 
         def lacks() -> bool:
             """Return whether the current state has no snapshot yet."""

@@ -3,6 +3,7 @@ is no device here: one is played, whose copies arrive when somebody waits for th
 
 from __future__ import annotations
 
+import errno
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -160,6 +161,35 @@ def test_staging_buffers_in_host_memory_are_made_when_they_are_needed():
     pool.give([first, second])
     assert pool.serves([layout], 2, []) and not pool.serves([layout], 3, [])
     pool.close()
+
+
+def test_no_more_staging_buffers_are_made_than_there_is_memory_for(monkeypatch):
+    """Two of them are needed."""
+    [layout] = Exact().layouts(state_of(torch.nn.Linear(3, 2)))
+
+    class Short(staging_buffers.Buffer):
+        left = 2
+
+        def __init__(self, *given):
+            if not Short.left:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            Short.left -= 1
+            super().__init__(*given)
+
+    monkeypatch.setattr(staging_buffers, "Buffer", Short)
+    pool = staging_buffers.StagingPool([layout], 4)
+    taken = [pool.take(), pool.take()]
+    with pytest.warns(UserWarning, match="no memory for more than 2 records"):
+        assert pool.take() is None
+    assert pool.count == 2 and pool.take() is None
+    pool.give(taken)
+    assert pool.take() in taken
+    pool.close()
+    Short.left = 1
+    pool = staging_buffers.StagingPool([layout], 4)
+    pool.take()
+    with pytest.raises(OSError, match="Cannot allocate"):
+        pool.take()
 
 
 def state_of(model):

@@ -56,6 +56,37 @@ def resumed_at(root, step, states, feature="batchnorm", **options):
         return again.resume(step=step) == step and same(other.state(), states[step])
 
 
+@pytest.mark.parametrize("best", [None, 1])
+def test_log_leaves_the_storage_that_bases_need(tmp_path, best):
+    """A segment is reserved in advance, for hundreds of steps of a small model."""
+    model = nn.Linear(300, 300)
+    full_bytes = 3 * 4 * 300 * 300
+    keep = Keep(2) if best is None else Keep(2, best=best, metric="loss")
+    checkpointer = Checkpointer(
+        tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), storage=int(4.4 * full_bytes),
+        keep=keep, base_every=3,
+    )  # fmt: skip
+    with checkpointer:
+        checkpointer.resume()
+        for step in range(9):
+            model(torch.ones(1, 300)).sum().backward()
+            checkpointer._training.optimizers[0].step()
+            checkpointer.step(metrics={"loss": -step})
+    assert checkpointer.durable_step == 9
+
+
+def test_storage_without_room_for_another_base_is_named(tmp_path, monkeypatch):
+    loop, checkpointer = start(tmp_path, keep=Keep(1, best=3, metric="loss"))
+    with suppress(DoesNotFit), checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 1)
+        checkpointer.save()
+        monkeypatch.setattr(LocalStore, "make_room", lambda self, nbytes: False)
+        with pytest.raises(DoesNotFit, match=r"storage = .* is too little: .* takes .* for the next base"):
+            for step in range(1, 6):
+                loop.iteration(step, lambda: checkpointer.step(metrics={"loss": -checkpointer.steps_done}))
+
+
 @pytest.mark.parametrize(("frozen", "saves"), [(False, True), (True, True), (False, False)])
 def test_a_resumed_run_expects_bases_of_the_size_that_they_have(tmp_path, frozen, saves):
     """Also where the base that was loaded is of step 0, without the optimizer's state."""

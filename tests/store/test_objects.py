@@ -22,7 +22,7 @@ from holdfast.errors import (
     RunMismatch,
 )
 from holdfast.opening import source_of
-from holdfast.store import copying, object_store
+from holdfast.store import bucket_lock, copying, object_store
 from holdfast.store.commit.retention import Keep
 from holdfast.store.format.manifest import ALONE, object_path
 from holdfast.store.log.chain import last_step, verify_records
@@ -139,8 +139,12 @@ def test_records_that_are_there_are_read_once(run, bucket, monkeypatch):
 def test_payload_of_a_copy_that_was_interrupted_is_not_sent_again(run, bucket, monkeypatch):
     [ref] = Pusher(run, bucket).push().commits
     ObjectDisk(bucket).unlink(ref.path)
-    monkeypatch.setattr(ObjectDisk, "put", None)
+    put, sent = ObjectDisk.put, []
+    monkeypatch.setattr(
+        ObjectDisk, "put", lambda self, path, data: sent.append(path) or put(self, path, data)
+    )
     assert Pusher(run, bucket).push().commits == [ref] and assert_whole(bucket) == 7
+    assert not [path for path in sent if path.startswith("data/")]
 
 
 @pytest.mark.slow
@@ -204,6 +208,9 @@ def test_a_push_killed_at_any_point_leaves_a_whole_bucket_that_never_goes_back(
 ):
     earlier = Pusher(tmp_path / "earlier", bucket).push().durable_step
     assert earlier == assert_whole(bucket) == 10
+    monkeypatch.setattr(
+        bucket_lock, "LEFT_SECONDS", -1
+    )  # the process of the lock is this one, and has not ended
     number, reached = 0, earlier
     while True:
         number += 1

@@ -22,6 +22,8 @@ SECONDS = 1.0
 """The time between two rounds."""
 PATIENCE_SECONDS = 20.0
 """The longest time that a node waits, at the end, for the copies of the others."""
+ENDING_SECONDS = 10.0
+"""The longest time that a run which is not copied to its end waits for a copy under way."""
 POLL_SECONDS = 0.1
 
 
@@ -70,8 +72,8 @@ class Remote:
     def close(self, step: int | None, waits: bool = True) -> None:
         """End the thread. With ``step``, the newest of the run, first copy what is missing.
 
-        Warns if not everything could be copied. Without ``waits`` a copy under way ends with the process. A second call
-        does nothing.
+        Warns if not everything could be copied. A copy under way ends with the process without ``waits``, and without
+        ``step`` where it takes long. A second call does nothing.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -79,8 +81,9 @@ class Remote:
         self._ending.set()
         if not waits:
             return
-        thread.join()
+        thread.join(ENDING_SECONDS if step is None else None)
         if step is None:
+            self._events = EventLog(None)  # the run's is closed next
             return
         self._push()
         end = time.monotonic() + self._patience_seconds

@@ -16,9 +16,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from ..distributed import Ranks
+from ..distributed import Ranks, this_machine
 from ..errors import BadInput
 from ..io.threads import allowed_cpus, used_cpus
+from ..measure.free_memory import free_host_bytes
 from ..optim.kinds import is_elementwise
 from ..quantities import format_bytes, parse_bytes
 from ..schedule.interval.snapshot_interval import Limits
@@ -129,6 +130,29 @@ class Options:
                 f" {least} bytes."
             )
         return max(2, min(BOUND, room // max(slot_bytes, 1)))
+
+
+def refuse_little_memory(ranks: Ranks, nbytes: int, memory_bytes: int) -> None:
+    """Raise ``BadInput`` if the ranks of a machine would fill more of its memory than is free, while they train.
+
+    Staging buffers are made when they are first needed, so nothing else would show it before the first steps.
+    Collective: every rank must call this.
+
+    Args:
+        nbytes: The bytes that this rank may fill with copies that wait to be written.
+        memory_bytes: The bound of these copies, ``memory=``.
+    """
+    gathered = ranks.everyone((this_machine(), socket.gethostname(), nbytes, free_host_bytes()))
+    for machine, host, _, _ in gathered:
+        of_machine = [(each, free) for where, _, each, free in gathered if where == machine]
+        needed, free = sum(each for each, _ in of_machine), min(free for _, free in of_machine)
+        if needed > free:
+            of_ranks = f" of {len(of_machine)} ranks" * (len(of_machine) > 1)
+            raise BadInput(
+                f"memory = {format_bytes(memory_bytes)} is more than {host} has: the copies{of_ranks} that wait to be"
+                f" written may take {format_bytes(needed)}, and {format_bytes(free)} are free (within the limit of the"
+                " container, if there is one). Give less, or free some."
+            )
 
 
 def refuse_no_room_for_best(options: Options, state: LiveState) -> None:

@@ -107,7 +107,7 @@ class TrainingState:
         self._schedule_at: Any = None
         self._late_moves = 0
         """The number of successive steps before which the schedule was moved too late to be noted."""
-        self._told_of_buffers = False
+        self._told_of_buffers = self._told_of_parameters = False
         self._buffers_at_look: set[str] = set()
         self._given_frozen: list[str] | None = None
         """Parameters that did not require gradients at the first scan."""
@@ -184,6 +184,12 @@ class TrainingState:
         self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
         if self._given_frozen is None:
             self._given_frozen = [p.name for p in self.state.parameters if not p.parameter.requires_grad]
+
+    @property
+    def has_other_tensors(self) -> bool:
+        """Return whether parameters or buffers came, went or were replaced by other objects."""
+        state = self.state
+        return self.has_new_buffers or state.has_other_buffers() or state.has_other_parameters()
 
     @property
     def update_again(self) -> Callable[[int], None] | None:
@@ -390,6 +396,14 @@ class TrainingState:
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the current step as JSON: all state that is no tensor."""
+        if not self.ranks.alone and not self._told_of_parameters and self.state.has_other_parameters():
+            self._told_of_parameters = True
+            warnings.warn(
+                "parameters or modules of the model came, went or were replaced by other objects after the run began,"
+                " and of several ranks none has the new ones in the run. Close this Checkpointer, and make another with"
+                " the model as it is now; where only values change, copy them in place (parameter.data.copy_).",
+                stacklevel=5,
+            )
         if not self.ranks.alone and not self._told_of_buffers and self.state.has_other_buffers():
             self._told_of_buffers = True
             warnings.warn(

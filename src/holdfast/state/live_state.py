@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from operator import is_
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class LiveState:
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
             self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
         self._had_buffers = self._buffer_names()
+        self._had_places = _places(self._modules)
         self.made_joined: set[str] = set()
         """Names of buffers that overlapped only with one another before ``arrange_buffers``."""
         self._optimizer_of: dict[str, int] = {}
@@ -228,6 +230,14 @@ class LiveState:
     def has_other_buffers(self) -> bool:
         """Return whether a persistent buffer has come or gone since this object was made."""
         return self._buffer_names() != self._had_buffers
+
+    def has_other_parameters(self) -> bool:
+        """Return whether a parameter or a module has come, gone or been replaced since this object was made.
+
+        Sharded parameters are left out, since FSDP2 puts the whole ones in their place at times.
+        """
+        there, names, things, holders, sizes = self._had_places  # in flat lists, since every step asks
+        return not all(map(is_, map(dict.get, there, names), things)) or list(map(len, holders)) != sizes
 
     def _buffer_names(self) -> list[tuple[int, list[str]]]:
         """Return the names of the persistent buffers that each module has now."""
@@ -572,6 +582,24 @@ def counts_on_host(group: Mapping[str, Any]) -> bool:
     That is independent of the parameters' device.
     """
     return not (group.get("capturable") or group.get("fused"))
+
+
+Holder = dict[str, Any]
+"""The parameters, or the submodules, of one module."""
+
+
+def _places(
+    modules: Iterable[nn.Module],
+) -> tuple[list[Holder], list[str], list[Any], list[Holder], list[int]]:
+    """Return where the parameters and submodules of ``modules`` are held, and how many each holder has.
+
+    The lists are the holder, the name and the object of each; then all holders, and the number that each holds.
+    """
+    holders = [holder for module in modules for holder in (module._parameters, module._modules)]
+    found = [(holder, name, thing) for holder in holders for name, thing in holder.items()]
+    found = [each for each in found if not is_distributed(each[2])]
+    there, names, things = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
+    return there, names, things, holders, list(map(len, holders))
 
 
 def _persistent(module: nn.Module) -> list[str]:

@@ -37,6 +37,8 @@ AHEAD = 64 * KiB
 PART_BYTES = 8 * MiB
 """The bytes of one part of an object that is sent in parts."""
 RETRIES = 5
+CONNECT_SECONDS, REQUEST_SECONDS, RETRY_SECONDS = 10, 180, 120
+"""The longest times of a connection's beginning, of one request, and of the repetitions of a request that fails."""
 LISTINGS = 3
 """The number of attempts to get a listing that seems to lack its end."""
 ATTEMPTS, SOON = 3, 5.0
@@ -66,6 +68,15 @@ class ObjectDisk(ReadOnly):
         """Return the sizes of the objects directly below ``path``, by their full paths."""
         with self._asking("list", path):
             return {item["path"]: item["size"] for item in _repeated(lambda: self._list(path))["objects"]}
+
+    def times(self, path: str) -> dict[str, float]:
+        """Return the times at which the objects directly below ``path`` were put, by their full paths.
+
+        They are seconds by the clock of the bucket.
+        """
+        with self._asking("list", path):
+            found = _repeated(lambda: self._list(path))["objects"]
+            return {item["path"]: item["last_modified"].timestamp() for item in found}
 
     def exists(self, path: str) -> bool:
         """Return whether there is such an object, or any below it."""
@@ -349,12 +360,12 @@ def _connected(root: Url) -> S3Store:
         **elsewhere,
         client_options={
             "allow_http": endpoint.startswith("http://"),
-            "connect_timeout": timedelta(seconds=10),
-            "timeout": timedelta(seconds=180),
+            "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+            "timeout": timedelta(seconds=REQUEST_SECONDS),
         },
         retry_config={
             "max_retries": RETRIES,
-            "retry_timeout": timedelta(seconds=120),
+            "retry_timeout": timedelta(seconds=RETRY_SECONDS),
             "backoff": {
                 "init_backoff": timedelta(milliseconds=100),
                 "max_backoff": timedelta(seconds=10),

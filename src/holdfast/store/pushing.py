@@ -4,7 +4,8 @@ The order is that of the disk: log records and payload, then indexes, and the ma
 object is written again with other content, except the manifest of a step that the run's writer published again. Payload
 files of a directory are, so in the bucket they are named by their checksums, and the manifest there uses these names.
 Log records are grouped into objects anew, whatever segments they come from. Every block is verified on its way; objects
-that are there are not sent again. Sizes are bytes.
+that are there are not sent again. Of several processes that push to one place, one at a time publishes or removes
+(``bucket_lock``). Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 
 import xxhash
 
-from ..errors import CommitRetired, Damaged, DiskFailed, RunMismatch
+from ..errors import CommitRetired, Damaged, DiskFailed, FileMissing, RunMismatch
+from .bucket_lock import BucketLock
 from .commit.generations import corrupt
 from .commit.retention import (
     Keep,
@@ -43,6 +45,8 @@ from .log.segments import segments, streams
 from .object_store import ObjectDisk, Url
 from .reader import RunReader, run_key_of
 
+WAIT_SECONDS = 30.0
+"""The longest time that a commit waits for another process that publishes or removes."""
 _OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
 Report = Callable[[int, int], None]
 """A callback with the total bytes of payload and the bytes that were just finished."""
@@ -63,13 +67,15 @@ class Pusher:
         """
         self._local, self._disk = RunReader(root), ObjectDisk(url)
         self._remote = RunReader(url, disk=self._disk)
-        self._keep, self._streams = keep, streams
+        self._keep, self._streams, self._lock = keep, streams, BucketLock(self._disk)
         self._published: dict[CommitRef, Manifest] = {}
         self._timelines: dict[int, Timeline] = {}
         self._records = RecordsCopy(self._local.disk, self._disk)
         self._begun = self._tidy = False
         self._unreadable = False
         """True if a manifest in the bucket is unreadable. Nothing is removed then, since it may need anything."""
+        self._incomplete: dict[CommitRef, Manifest] = {}
+        """Listed commits of the bucket that lack payload, since somebody removed it. They count for nothing."""
         self._done = PushResult()
         self._seen: set[CommitRef] = set()
         """Commits that the directory had at some time, present or not."""
@@ -134,8 +140,9 @@ class Pusher:
                 else:
                     self._done.retired.append(manifest.ref)
         if self._keep is not None and not self._unreadable and (self._done.commits or not self._tidy):
-            self._retire()
-            self._tidy = True
+            self._tidy = False
+            self._tidy = self._retire()
+        self._report_incomplete()
         self._done.durable_step = self.durable_step
         line = lineage(self._published, self._timelines, newest_tip(self._published, self._timelines))
         self._records.forget(min((self._published[ref].oldest_step for ref in line[:2]), default=-1))
@@ -194,6 +201,7 @@ class Pusher:
             return
         self.check()
         self._learn()
+        self._leave_incomplete(self._disk.sizes("data"))
         self._records.look()
         self._begun = True
 
@@ -230,24 +238,42 @@ class Pusher:
         for stream in copy.streams:  # a snapshot may need log records to reach one step
             journal = self._records.journal(stream, self._timelines, copy.timeline)
             chain_of(copy, stream, journal, copy.step)
-        sizes = self._disk.sizes("data")
-        for ref in copy.files.values():
-            if sizes.get(ref.path) != ref.bytes:
-                raise DiskFailed(
-                    f"{self._disk.root / ref.path} was removed by another that pushes, before the commit that needs it"
-                    " was there: push again, and let one process remove what is not kept"
-                )
-        if not self._disk.put_new(copy.path, copy.encode()):
-            there = self._remote.load(copy.ref)  # an earlier one of the step, or another process was faster
-            if there.key != manifest.key:
-                raise RunMismatch(f"{self._disk.root / copy.path} is of another run than {self._local.root}")
-            if there.created < copy.created:
-                self._disk.put(copy.path, copy.encode())
-            else:
-                copy = there
+        if not self._lock.take(WAIT_SECONDS):
+            raise DiskFailed(
+                f"{self._lock.holder} publishes or removes in {self._disk.root} for longer than {WAIT_SECONDS:.0f} s."
+                " Nothing was published: push again."
+            )
+        try:
+            copy = self._publish(copy, manifest.key)
+        finally:
+            self._lock.release()
         self._published[copy.ref] = copy
+        self._incomplete.pop(copy.ref, None)
         self._done.commits.append(copy.ref)
         self.durable_step = self._reach()
+
+    def _publish(self, copy: Manifest, key: str) -> Manifest:
+        """Put the manifest ``copy``, unless another process has, and return the one that the bucket has.
+
+        ``key`` is that of the timeline. Called under the lock. Raises ``DiskFailed`` if a file is absent.
+        """
+        sizes = {**self._disk.sizes("data"), **self._disk.sizes("index")}
+        wrong = [file.path for file in copy.files.values() if sizes.get(file.path) != file.bytes]
+        wrong += [path for path in copy.small_paths if path not in sizes]
+        if wrong:
+            raise DiskFailed(
+                f"{self._disk.root / wrong[0]} is not whole, or was removed by another that pushes, before the commit"
+                " that needs it was there. That was not published: push again."
+            )
+        self._lock.check()
+        if not self._disk.put_new(copy.path, copy.encode()):
+            there = self._remote.load(copy.ref)  # an earlier one of the step, or another process was faster
+            if there.key != key:
+                raise RunMismatch(f"{self._disk.root / copy.path} is of another run than {self._local.root}")
+            if there.created >= copy.created:
+                return there
+            self._disk.put(copy.path, copy.encode())
+        return copy
 
     def _own_files(self, manifest: Manifest) -> list[FileRef]:
         """Return the payload files that the directory has."""
@@ -364,7 +390,7 @@ class Pusher:
 
     def _learn(self) -> None:
         """Load the commits of the bucket that are not known yet."""
-        for ref in self._remote.commits():
+        for ref in set(self._remote.commits()) - self._incomplete.keys():
             with suppress(CommitRetired):
                 try:
                     self._published[ref] = self._published.get(ref) or self._remote.load(ref)
@@ -385,39 +411,81 @@ class Pusher:
         gone = dropped(commits, timelines, tip, retain=last, room=last, for_good=for_good)
         return gone, for_good - set(line[:last])
 
-    def _retire(self) -> None:
+    def _retire(self) -> bool:
+        """Remove what is not kept, and return whether that was possible: another process may have the lock."""
+        if not self._lock.take(0.0):
+            return False
+        try:
+            self._remove_unkept()
+        finally:
+            self._lock.release()
+        return True
+
+    def _remove_unkept(self) -> None:
         """Remove the manifests of commits that are not kept, then the files that no other commit needs.
 
-        Files of the directory's commits stay, because another process may be about to push those commits.
+        Files of the directory's commits stay, because another process may be about to push those commits. Called under
+        the lock.
         """
+        self._incomplete.clear()
         self._learn()  # others may have copied commits that the directory no longer has
         if self._unreadable:
             return
+        sizes = self._disk.sizes("data")
+        self._leave_incomplete(sizes)
         gone, alone = self._unwanted(self._published, self._timelines)
+        all_listed = {**self._published, **self._incomplete}
+        gone += [ref for ref in self._unwanted(all_listed, self._timelines)[0] if ref in self._incomplete]
         for ref in gone:
-            self._disk.unlink(ref.path)
-        named = {path for ref in gone for path in self._published.pop(ref).small_paths}
+            self._remove(ref.path)
+            self._published.pop(ref, None)
+            self._incomplete.pop(ref, None)
+        named = {path for ref in gone for path in all_listed[ref].small_paths}
         self._done.removed += gone
-        kept = list(self._published.values())
+        kept = [*self._published.values(), *self._incomplete.values()]
         for path in sorted(named - {path for manifest in kept for path in manifest.small_paths}):
-            self._disk.unlink(path)
+            self._remove(path)
         needed = {file.path for manifest in kept for file in manifest.files.values()}
         here = [self._local._load_or_none(ref) for ref in self._local.commits()]
         needed |= {object_path(file) for each in here if each is not None for file in each.files.values()}
-        for path in sorted(self._disk.sizes("data").keys() - needed):
+        for path in sorted(sizes.keys() - needed):
             if _OBJECT.fullmatch(path):
-                self._disk.unlink(path)
+                self._remove(path)
         if gone:
             for path in list(unneeded_segments(self._disk, needs(kept, alone), None)):
-                self._disk.unlink(path)
+                self._remove(path)
             self._retire_timelines()
+
+    def _remove(self, path: str) -> None:
+        self._lock.check()
+        self._disk.unlink(path)
+
+    def _leave_incomplete(self, sizes: dict[str, int]) -> None:
+        """Let listed commits count for nothing whose payload is not among ``sizes``, so that they are copied again."""
+        for ref, manifest in list(self._published.items()):
+            is_whole = all(sizes.get(file.path) == file.bytes for file in manifest.files.values())
+            if not is_whole and self._remote.is_listed(manifest):
+                self._incomplete[ref] = self._published.pop(ref)
+                self.durable_step = self._reach()
+
+    def _report_incomplete(self) -> None:
+        """Report, once, the commits that lack payload and that the directory does not have, so that they stay so."""
+        for ref in sorted(self._incomplete.keys() - self._damaged - {*self._local.commits()}):
+            self._give_up(
+                ref,
+                FileMissing(
+                    f"{self._disk.root / ref.path}: payload of step {ref.step} is not there any more, or not whole, and"
+                    " the directory does not have that step. It cannot be recovered from there.",
+                    path=ref.path,
+                ),
+            )
 
     def _retire_timelines(self) -> None:
         """Remove timeline records that the directory lacks and that lead to nothing in the bucket."""
         used = {ref.timeline for ref in self._published} | self._local.timelines()[0].keys()
         used |= {ref.timeline for stream in streams(self._disk) for ref in segments(self._disk, stream)}
         for timeline in unneeded_timelines(self._timelines, used, max(self._timelines, default=0)):
-            self._disk.unlink(self._timelines.pop(timeline).path)
+            self._remove(self._timelines.pop(timeline).path)
 
 
 def _newest_first(reader: RunReader) -> list[CommitRef]:

@@ -20,8 +20,17 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from holdfast import failpoints
-from holdfast.errors import DiskFailed, HoldfastError, NoCommit, PoolExhausted, RunMismatch, StaleCommit
+from holdfast.errors import (
+    DiskFailed,
+    DoesNotFit,
+    HoldfastError,
+    NoCommit,
+    PoolExhausted,
+    RunMismatch,
+    StaleCommit,
+)
 from holdfast.io.queue import IOQueue
+from holdfast.quantities import format_bytes
 from holdfast.store import drive_links as drive_links
 from holdfast.store.commit.commit_writer import WrittenCommits
 from holdfast.store.commit.generations import Generations, remove_generations
@@ -44,6 +53,8 @@ from holdfast.store.scratch import Scratch
 if TYPE_CHECKING:
     from holdfast.distributed import Ranks
 
+RESERVED_PART = 4
+"""The part of the free storage that a segment of the log may reserve: bases need room, too."""
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
 
@@ -295,7 +306,8 @@ class LocalStore(WrittenCommits):
 
         def reserve(least: int, wanted: int) -> int:
             if self.cap_bytes is not None:
-                wanted = max(least, min(wanted, self.cap_bytes - self.used_bytes - 2 * least))
+                free = self.cap_bytes - self.used_bytes - 2 * least
+                wanted = max(least, min(wanted, free // RESERVED_PART))
             self.used_bytes += wanted
             return wanted
 
@@ -345,9 +357,22 @@ class LocalStore(WrittenCommits):
             if self.keep is None:
                 raise
             if not self.make_room(unit.layout.file_bytes):
-                return unit.acquire()  # make_room retired a snapshot, which freed one
+                try:
+                    return unit.acquire()  # make_room retired a snapshot, which freed one
+                except PoolExhausted as error:
+                    raise self._no_room_for(unit) from error
             self.used_bytes += unit.layout.file_bytes
             return unit.acquire_new()
+
+    def _no_room_for(self, unit: Generations) -> DoesNotFit:
+        """Return the error where the cap allows no further file of ``unit``, and kept commits need all it has."""
+        more = unit.layout.file_bytes
+        return DoesNotFit(
+            f"storage = {format_bytes(self.run_cap_bytes)} is too little: {self.root} takes"
+            f" {format_bytes(self.used_bytes)}, and a file for the next base {format_bytes(more)} more, since the"
+            f" two newest bases stay. Give more than {int((self.used_bytes + self.newest_bytes) / self.cap_share)}"
+            " bytes, since records take some as well."
+        )
 
     def names(self) -> set[str]:
         """Return the files in the directories in which a fresh start makes permanent files."""

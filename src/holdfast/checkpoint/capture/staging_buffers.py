@@ -41,6 +41,9 @@ from ...quantities import PAGE, format_bytes
 from ...state.plain_tensors import FROM_NAME
 from ...store.format.payload_layout import Layout
 
+LEAST = 2
+"""The number of buffers that a pool needs: one is written while another is filled."""
+
 
 class StagingBuffer:
     """A staging buffer for one iteration.
@@ -141,6 +144,21 @@ class StagingPool:
         self.slots.append(StagingBuffer(self._layouts, departures=self._departures))
         self._free.append(self.slots[-1])
 
+    def _make_if_possible(self) -> None:
+        """Make one more buffer. Where the system has no memory for it, those that were made are all there will be."""
+        try:
+            self._make()
+        except (OSError, MemoryError) as error:
+            if len(self.slots) < LEAST:
+                raise
+            self.count = len(self.slots)
+            warnings.warn(
+                f"there is no memory for more than {self.count} records on their way to the disk, of"
+                f" {format_bytes(self.slot_bytes)} each ({error}), so training waits for the disk sooner. Give less"
+                " memory= to have it so from the beginning.",
+                stacklevel=7,
+            )
+
     def serves(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device]) -> bool:
         """Return whether a new pool would be like this one, and all buffers are free."""
         with self._changed:
@@ -151,7 +169,7 @@ class StagingPool:
         """Return a free staging buffer; None if none becomes free within ``timeout`` seconds."""
         with self._changed:
             if not self._free and len(self.slots) < self.count:
-                self._make()
+                self._make_if_possible()
             if not self._free and timeout > 0:
                 self._changed.wait_for(lambda: bool(self._free), timeout)
             slot = self._free.pop() if self._free else None

@@ -1,0 +1,152 @@
+"""Of several that push to one place in a bucket, one at a time publishes or removes; no listed commit lacks payload."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from checkpoint.loops import make
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import DiskFailed
+from holdfast.store import bucket_lock, pushing
+from holdfast.store.bucket_lock import BucketLock
+from holdfast.store.commit.retention import Keep
+from holdfast.store.object_store import ObjectDisk
+from holdfast.store.pushing import Pusher
+from holdfast.store.reader import RunReader
+from test_checkpointer import ADAMW, go_on
+
+
+@pytest.fixture
+def locks(bucket):
+    return [BucketLock(ObjectDisk(bucket)) for _ in range(2)]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A run with a base of step 4 alone, and an earlier copy of it, with a base of step 2 alone."""
+    loop = make(ADAMW)
+    root, earlier = tmp_path / "run", tmp_path / "earlier"
+    keep = Keep(1)
+    with Checkpointer(root, model=loop.model, optimizer=loop.optimizers, keep=keep, base_every=100) as ckpt:
+        ckpt.resume()
+        go_on(loop, ckpt, 2)
+        ckpt.save()
+        shutil.copytree(root, earlier, ignore=shutil.ignore_patterns("lock"))
+        go_on(loop, ckpt, 4)
+        ckpt.save()
+    return root, earlier
+
+
+def lacking(url):
+    """The payload files that listed commits of the bucket name and that are not there."""
+    reader, sizes = RunReader(url), ObjectDisk(url).sizes("data")
+    files = [file for ref in reader.commits() for file in reader.load(ref).files.values()]
+    return [file.path for file in files if sizes.get(file.path) != file.bytes]
+
+
+def put_lock(bucket, **owner):
+    ObjectDisk(bucket).put(f"{bucket_lock.FOLDER}/other", json.dumps({"host": "there", **owner}).encode())
+
+
+def test_one_of_two_has_the_lock(locks):
+    first, second = locks
+    assert first.take(0) and not second.take(0)
+    assert second.holder.startswith(f"process {os.getpid()} on ")
+    first.release()
+    assert second.take(0) and not first.take(0)
+
+
+def test_lock_of_an_ended_process_counts_no_more(locks, bucket):
+    child = subprocess.Popen(["true"])
+    put_lock(bucket, pid=child.pid, **bucket_lock._machine())
+    assert not locks[0].take(0)
+    child.wait()
+    assert locks[0].take(0)
+    assert len(ObjectDisk(bucket).listdir(bucket_lock.FOLDER)) == 1
+
+
+def test_lock_from_elsewhere_counts_until_it_is_old(locks, bucket, monkeypatch):
+    """By the clock of the bucket."""
+    put_lock(bucket, pid=1, boot="another start")
+    assert not locks[0].take(0) and locks[0].holder == "process 1 on there"
+    monkeypatch.setattr(bucket_lock, "LEFT_SECONDS", -1)
+    assert locks[0].take(0)
+
+
+def test_nothing_is_written_under_a_lock_that_others_may_have(locks, monkeypatch):
+    assert locks[0].take(0)
+    locks[0].check()
+    monkeypatch.setattr(bucket_lock, "LEASE_SECONDS", -1)
+    with pytest.raises(DiskFailed, match="answered too slowly"):
+        locks[0].check()
+
+
+def test_nothing_is_removed_while_another_publishes(runs, bucket, monkeypatch):
+    """Another that keeps less runs after this one has seen that all payload is there, and before the manifest is."""
+    root, earlier = runs
+    late, keeper = Pusher(earlier, bucket), Pusher(root, bucket, keep=Keep(1))
+    keeper.push()
+    put_new, turns = ObjectDisk.put_new, []
+
+    def other_first(self, path, data):
+        if self is late._disk and path.startswith("commits/") and not turns:
+            turns.append(path)
+            keeper._tidy = False
+            assert keeper.push().removed == []
+        return put_new(self, path, data)
+
+    monkeypatch.setattr(ObjectDisk, "put_new", other_first)
+    late.push()
+    assert turns and turns[0] in [ref.path for ref in RunReader(bucket).commits()] and lacking(bucket) == []
+    assert turns[0] in [ref.path for ref in keeper.push().removed] and lacking(bucket) == []
+
+
+def test_commit_waits_while_another_removes(runs, bucket, locks, monkeypatch):
+    monkeypatch.setattr(pushing, "WAIT_SECONDS", 0)
+    assert locks[0].take(0)
+    pusher = Pusher(runs[0], bucket)
+    with pytest.raises(DiskFailed, match="publishes or removes"):
+        pusher.push()
+    assert RunReader(bucket).commits() == [] and pusher.durable_step is None
+    locks[0].release()
+    assert pusher.push().durable_step == 4
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_payload_that_somebody_removed_is_copied_again(runs, bucket, anew):
+    """By the next process, or by the same one once it has a new commit."""
+    _, earlier = runs
+    pusher = Pusher(earlier, bucket, keep=Keep(2))
+    assert pusher.push().durable_step == 2
+    newest = RunReader(earlier).head()
+    disk = ObjectDisk(bucket)
+    for file in RunReader(bucket).load(newest.ref).files.values():
+        disk.unlink(file.path)
+    if anew:
+        pusher = Pusher(earlier, bucket, keep=Keep(2))
+    else:
+        pusher._tidy = False
+        assert pusher.push().durable_step is None
+    assert lacking(bucket) or anew
+    done = pusher.push()
+    assert done.durable_step == 2 and done.damaged == [] and lacking(bucket) == []
+
+
+def test_payload_that_nobody_has_any_more_is_reported_and_counts_for_nothing(runs, bucket):
+    root, earlier = runs
+    Pusher(earlier, bucket).push()
+    disk = ObjectDisk(bucket)
+    for ref in RunReader(bucket).commits():
+        for file in RunReader(bucket).load(ref).files.values():
+            disk.unlink(file.path)
+    pusher = Pusher(root, bucket, keep=Keep(3))
+    done = pusher.push()
+    assert done.durable_step == 4 and {error.path for error in done.damaged} == {
+        ref.path for ref in RunReader(earlier).commits()
+    } - {ref.path for ref in RunReader(root).commits()}
+    assert pusher.push().damaged == []

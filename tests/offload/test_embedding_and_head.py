@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import token_chunks
+from holdfast.chunked_loss import COLLECTOR, PartCollector
 from holdfast.errors import BadInput, DoesNotFit, ModelNotSupported
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.memory.residency import Residency
@@ -171,6 +172,23 @@ def test_mezo_has_the_bits_of_those_that_stay(tmp_path):
             found[way] = [engine.step(batches(step, 2)) for step in range(3)]
     assert found["streamed"] == found["resident"]
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": -3}, {"scale_grad_by_freq": True}], ids=str)
+def test_columns_of_an_embedding_have_the_bits_of_its_gradient(tiles, options, dtype):
+    torch.manual_seed(0)
+    module = nn.Embedding(VOCABULARY, 16, dtype=dtype, **options)
+    tokens, parts = torch.randint(0, VOCABULARY, (9, 40)), []
+    expected = module(tokens)
+    setattr(module.weight, COLLECTOR, PartCollector(parts.extend))
+    with embedding_gradients.EmbeddingInParts():
+        found = module(tokens)
+    assert torch.equal(found, expected)
+    by_token = torch.randn_like(found)
+    (whole,) = torch.autograd.grad(expected, [module.weight], by_token)
+    assert torch.autograd.grad(found, [module.weight], by_token, allow_unused=True) == (None,)
+    assert len(parts) == 4 and torch.equal(torch.cat([grad for _, grad in parts], 1), whole)
 
 
 # Tied ones

@@ -198,18 +198,17 @@ class _ChunkedLoss:
             return total if self.reduction == "sum" else total / self._count(targets)
 
     def with_gradients(
-        self, tensors: Tensors, targets: Tensor, needed: tuple[bool, ...], factor: Tensor
-    ) -> tuple[Tensor, Gradients, Tensor]:
-        """Return the loss, the gradients of ``tensors`` that are ``needed`` times ``factor``, and the softmax's base.
+        self, tensors: Tensors, targets: Tensor, needed: tuple[bool, ...], factor: Tensor, base: Tensor | None
+    ) -> tuple[Tensor, Gradients]:
+        """Return the loss, and the gradients of ``tensors`` that are ``needed``, times ``factor``.
 
-        The base (fp32 [2, tokens]) is the largest logit of each token, and the logarithm of the sum that the softmax
-        divides by, relative to it.
+        Into ``base`` (fp32 [2, tokens]), if it is given, come the largest logit of each token, and the logarithm of the
+        sum that the softmax divides by, relative to that logit.
         """
         hidden, weight, bias = tensors
         by_token = torch.empty_like(hidden) if needed[0] else None
         by_word = torch.empty(weight.shape, device=hidden.device) if needed[1] else None
         of_bias = torch.empty(len(weight), device=hidden.device) if needed[2] else None
-        base = torch.empty(2, len(targets), device=hidden.device)
         total = torch.zeros((), device=hidden.device)
         factor = self._share(factor, targets)
         with torch.no_grad(), _without_autocast(hidden):
@@ -217,7 +216,8 @@ class _ChunkedLoss:
             for tokens in self._chunks(targets):
                 part = hidden[tokens].to(self.dtype)
                 grad = self._head(part, weight, bias)  # the output, until its gradient is in its place
-                total = total + self._chunk(grad, targets[tokens], factor, base[:, tokens])
+                into = None if base is None else base[:, tokens]
+                total = total + self._chunk(grad, targets[tokens], factor, into)
                 if by_token is not None:
                     by_token[tokens] = grad.mm(weight)
                 if by_word is not None:
@@ -227,7 +227,7 @@ class _ChunkedLoss:
                     _add(of_bias, grad.sum(0), not tokens.start)
                 del grad
         value = total if self.reduction == "sum" else total / self._count(targets)
-        return value, (by_token, by_word, of_bias), base
+        return value, (by_token, by_word, of_bias)
 
     def parts(
         self, tensors: Tensors, targets: Tensor, base: Tensor, factor: Tensor, outer: Tensor | None,
@@ -238,7 +238,7 @@ class _ChunkedLoss:
         Args:
             tensors: Hidden states, weight and bias.
             targets: One for each token.
-            base: What ``with_gradients`` returned.
+            base: What ``with_gradients`` wrote.
             factor: The same factor as there.
             outer: Another factor, by which the sum is multiplied in the end, or None.
             dtype: The dtype of the parts.
@@ -273,8 +273,8 @@ class _ChunkedLoss:
             out[:, words] = F.linear(part, weight[words], None if bias is None else bias[words])
         return out
 
-    def _chunk(self, out: Tensor, targets: Tensor, factor: Tensor, base: Tensor) -> Tensor:
-        """Return the sum of one chunk's losses; write its gradient of ``out`` in its place, and the softmax's ``base``.
+    def _chunk(self, out: Tensor, targets: Tensor, factor: Tensor, base: Tensor | None) -> Tensor:
+        """Return the sum of one chunk's losses; write its gradient of ``out`` in its place, and ``base`` if given.
 
         The softmax of a token is its own, so it is computed for a few tokens at a time.
         """
@@ -287,8 +287,9 @@ class _ChunkedLoss:
                 each = F.nll_loss(
                     log_probabilities, targets[rows], ignore_index=self.ignore_index, reduction="none"
                 )
-            base[0, rows], at = logits.detach().max(-1)
-            base[1, rows] = -log_probabilities.detach().gather(-1, at[:, None])[:, 0]
+            if base is not None:
+                base[0, rows], at = logits.detach().max(-1)
+                base[1, rows] = -log_probabilities.detach().gather(-1, at[:, None])[:, 0]
             losses[rows] = each.detach()
             del logits, log_probabilities
             out[rows] = torch.autograd.grad(each, [leaf], factor.expand_as(each))[0]
@@ -376,7 +377,8 @@ class _WithGradients(torch.autograd.Function):
         if ctx.later:
             ctx.save_for_backward(*tensors, targets)
             return loss.of(*tensors, targets)
-        value, grads, base = loss.with_gradients(tensors, targets, ctx.needed, _one(hidden))
+        base = None if ctx.collector is None else _base(targets)
+        value, grads = loss.with_gradients(tensors, targets, ctx.needed, _one(hidden), base)
         again = (*tensors, targets, base) if ctx.collector is not None else (None,) * 5
         ctx.save_for_backward(*grads, *again)
         return value
@@ -387,8 +389,8 @@ class _WithGradients(torch.autograd.Function):
         (outer,) = grad_outputs
         if ctx.later:
             *tensors, targets = ctx.saved_tensors
-            factor, outer = outer, None
-            _, grads, base = ctx.loss.with_gradients(tuple(tensors), targets, ctx.needed, factor)
+            factor, outer, base = outer, None, None if ctx.collector is None else _base(targets)
+            _, grads = ctx.loss.with_gradients(tuple(tensors), targets, ctx.needed, factor, base)
         else:
             grads, (*tensors, targets, base) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
             factor = _one(outer)
@@ -406,6 +408,10 @@ class _WithGradients(torch.autograd.Function):
                 for place, grad in parts:
                     made[1][place] = grad
         return (*made, None, None, None)
+
+
+def _base(targets: Tensor) -> Tensor:
+    return torch.empty(2, len(targets), device=targets.device)
 
 
 def _one(like: Tensor) -> Tensor:

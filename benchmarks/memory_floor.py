@@ -2,9 +2,9 @@
 
     python benchmarks/memory_floor.py [--before CHECKOUT] [--only CASE] [--folder FOLDER] [--keep] [--small]
 
-Cases: a decoder of which embedding and head are most ("words"), one of wide blocks ("wide"), and one of many tokens and
-words ("tokens"). Each has two micro-batches, AdamW and one thread. It
-computes in bf16, or in fp32 if that is over 4 times as fast.
+Cases: a decoder of which embedding and head are most ("words"), the same with a loss in several chunks ("head"), one of
+wide blocks ("wide"), and one of many tokens and words ("tokens"). Each has two micro-batches, AdamW and one thread. It
+computes in bf16, or in fp32 if that is over 4 times as fast. A line of one case is shown beside those of all.
 
 1. A process asks ``offload`` for the least budget.
 2. Another one trains three steps in it (one of many tokens), and is killed in the middle of the next.
@@ -51,11 +51,13 @@ class Case:
 
 CASES = {
     "words": Case(vocabulary=131072, width=512),
+    "head": Case(vocabulary=131072, width=512, blocks=2, tokens=512, steps=1),
     "wide": Case(vocabulary=256, width=3072, heads=24),
     "tokens": Case(vocabulary=131072, width=64, blocks=2, heads=1, tokens=16384, steps=1),
 }
 SMALL = {
     "words": Case(vocabulary=16384, width=64, blocks=2, steps=1),
+    "head": Case(vocabulary=16384, width=64, blocks=2, tokens=4096, steps=1),
     "wide": Case(vocabulary=256, width=256, blocks=2, steps=1),
     "tokens": Case(vocabulary=65536, width=32, blocks=2, tokens=1024, steps=1),
 }
@@ -221,7 +223,8 @@ def main() -> None:
             }
     report(found)
     before = commit_of(options.before)
-    finish("memory_floor", {"before": before, "precision": precision, "cases": found}, options.keep)
+    only = {"measurement": options.only} if options.only else {}
+    finish("memory_floor", {**only, "before": before, "precision": precision, "cases": found}, options.keep)
 
 
 def measure(

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import holdfast
-from holdfast import token_chunks
+from holdfast import chunked_loss, token_chunks
+from holdfast.chunked_loss import COLLECTOR, PartCollector
 from holdfast.errors import BadInput
 from holdfast.models.decoder import Decoder, DecoderConfig
 from training import same_bits
@@ -21,6 +22,13 @@ CHUNK = 4
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", CHUNK * VOCABULARY)
+    monkeypatch.setattr(token_chunks, "LOGITS_AT_ONCE", 3 * VOCABULARY)  # changes no bit
+
+
+@pytest.fixture
+def small_tiles(small_chunks, monkeypatch):
+    """Three tiles of 16 words, and one of two."""
+    monkeypatch.setattr(token_chunks, "WORDS_PER_TILE", 16)
 
 
 def example(dtype=torch.float32):
@@ -89,6 +97,74 @@ def test_chunks_have_the_bits_of_a_plain_loop(small_chunks, dtype, reduction):
     assert all(map(same_bits, found, plain_loop(*example(dtype), reduction, factor)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_have_the_bits_of_a_plain_loop(small_tiles, dtype):
+    hidden, weight, bias, targets = example(dtype)
+    found = chunked(hidden, weight, bias, targets, reduction="sum")
+    loss, by_token, by_word = torch.zeros(()), [], torch.zeros(weight.shape)
+    for part, aims in zip(
+        hidden.detach().flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True
+    ):
+        tiles = zip(weight.detach().split(16), bias.detach().split(16), strict=True)
+        out = torch.cat([F.linear(part, *tile) for tile in tiles], 1).requires_grad_()
+        each = F.cross_entropy(out.float(), aims, reduction="sum")
+        (grad,) = torch.autograd.grad(each, [out])
+        loss, by_token = loss + each.detach(), [*by_token, grad.mm(weight.detach())]
+        by_word += torch.cat([words.contiguous().t().mm(part) for words in grad.split(16, 1)])
+    expected = [loss, torch.cat(by_token).view(hidden.shape), by_word.to(dtype)]
+    assert all(map(same_bits, [found.detach(), *torch.autograd.grad(found, [hidden, weight])], expected))
+
+
+def collected(weight, function):
+    """What ``function`` returns with a collector on ``weight``, and the gradients that the collector got."""
+    parts = []
+    setattr(weight, COLLECTOR, PartCollector(parts.extend))
+    try:
+        return function(), parts
+    finally:
+        delattr(weight, COLLECTOR)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"softcap": 2.0, "logit_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 1e3, "all ignored", "autocast"])
+def test_a_collector_gets_the_bits_of_the_whole_gradient(small_tiles, dtype, options, size):
+    hidden, weight, bias, targets = example(dtype)
+    if size == "all ignored":
+        targets.fill_(-100)
+    large = hidden.detach() * (size if isinstance(size, float) else 1.0)
+
+    def run():
+        inputs = [large.clone().requires_grad_(), weight, bias]
+        with torch.autocast("cpu", torch.bfloat16, enabled=size == "autocast"):
+            loss = chunked(*inputs, targets, **options)
+        return [loss.detach(), *torch.autograd.grad(loss * 0.3, inputs, allow_unused=True)]
+
+    (loss, by_token, none, of_bias), parts = collected(weight, run)
+    assert none is None and [rows.start for (rows, _), _ in parts] == [0, 16, 32, 48]
+    found = [loss, by_token, torch.cat([grad for _, grad in parts]), of_bias]
+    for one, other in zip(found, run(), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_weight_of_two_losses_gets_its_gradient_from_autograd(small_tiles):
+    hidden, weight, bias, targets = example(torch.bfloat16)
+
+    def twice():
+        loss = chunked(hidden, weight, bias, targets) + chunked(hidden * 2, weight, None, targets)
+        return torch.autograd.grad(loss, [weight], allow_unused=True)[0]
+
+    (first, then, alone), parts = collected(weight, lambda: (twice(), twice(), loss_of_weight(weight)))
+    assert same_bits(first, twice()) and same_bits(then, first)
+    assert alone is None and len(parts) == 4
+
+
+def loss_of_weight(weight):
+    hidden, _, bias, targets = example(weight.dtype)
+    return torch.autograd.grad(chunked(hidden, weight, bias, targets), [weight], allow_unused=True)[0]
+
+
 def test_fp16_gradients_do_not_underflow(small_chunks):
     """The loss's own gradient, in which a loss scale is, comes before the rounding to fp16."""
 
@@ -121,11 +197,9 @@ def test_without_gradients_only_the_loss_is_computed(small_chunks, monkeypatch, 
 def test_a_frozen_weight_gets_no_gradient(small_chunks, monkeypatch):
     hidden, weight, bias, targets = example()
     (expected,) = torch.autograd.grad(chunked(hidden, weight, bias, targets), [hidden])
-    asked, own = [], torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *args: asked.append(len(args[1])) or own(*args))
+    monkeypatch.setattr(chunked_loss, "_add", None)  # by which all of its gradients are summed
     loss = chunked(hidden, weight.detach(), bias.detach(), targets)
-    assert set(asked) == {1}
-    assert same_bits(own(loss, [hidden])[0], expected)
+    assert same_bits(torch.autograd.grad(loss, [hidden])[0], expected)
 
 
 def test_targets_that_all_do_not_count_give_nan(small_chunks):

@@ -6,14 +6,21 @@ What remains is the gradient of the hidden states, and one fp32 sum as large as 
 
 The order of the sums, all in fp32: the losses of the chunks are added in the order of the tokens, then divided by the
 number of tokens that count. The gradients of weight and bias are added in the same order, each chunk's as its matrix
-product rounds it, and rounded to the dtype of the parameter once, at the end. Tokens that fit into one chunk take the
-ordinary path, ``F.linear`` and ``F.cross_entropy``, with its bits. Used by ``models.decoder``, by the engine for
-models of transformers, and by scripts.
+product rounds it, and rounded to the dtype of the parameter once, at the end. The products with the weight of a large
+vocabulary, for logits and for its gradient, are made tile by tile (``tiles_of``); the gradient of the hidden states is
+one product over all words. Tokens that fit into one chunk take the ordinary path, ``F.linear`` and
+``F.cross_entropy``, with its bits.
+
+A weight with a ``PartCollector`` gets its gradient tile after tile in the backward pass, so neither the sum nor the
+gradient is ever whole. The logits of a tile are computed once more for that, by the same product, and the softmax from
+what is kept of each token: the largest logit, and the logarithm of the sum. So the bits are the same.
+
+Used by ``models.decoder``, by the engine for models of transformers, and by scripts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -24,14 +31,46 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .errors import BadInput
-from .token_chunks import rows_per_chunk
+from .token_chunks import pieces, rows_at_once, rows_per_chunk, tiles_of
 
 Elementwise = Callable[[Tensor], Tensor]
 """Function from the output of a head to its logits, each from its own element."""
+Tensors = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states, weight and bias, if there is one."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of hidden states, weight and bias; None where none is needed."""
 
+Place = tuple[slice, slice]
+"""Some rows and columns of a weight."""
+Part = tuple[Place, Tensor]
+"""A place, and the gradient there, in the dtype in which autograd would have it."""
+ALL = slice(None)
+
 REDUCTIONS = ("mean", "sum")
+COLLECTOR = "_holdfast_part_collector"
+"""Attribute of a weight that holds its ``PartCollector``."""
+
+
+class PartCollector:
+    """Takes the gradient of one weight in parts.
+
+    If more than one loss in chunks uses the weight in a forward pass, autograd sums the gradients as it always does.
+    A gradient that comes from elsewhere in the same graph is added by itself.
+    """
+
+    def __init__(self, collect: Callable[[Iterable[Part]], object]) -> None:
+        """``collect`` must use up the parts, which cover the weight once."""
+        self.collect = collect
+        self._uses, self._is_backward = 0, False
+
+    def count(self) -> None:
+        """Count a use of the weight in a forward pass."""
+        self._uses, self._is_backward = (1 if self._is_backward else self._uses + 1), False
+
+    def is_only_use(self) -> bool:
+        """Return, in the backward pass, whether the forward pass has used the weight once."""
+        self._is_backward = True
+        return self._uses == 1
 
 
 def chunked_cross_entropy(
@@ -99,9 +138,12 @@ def cross_entropy_of(
     loss = _ChunkedLoss(rows, logits, ignore_index, reduction, _compute_dtype(hidden))
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     given = [each for each in (hidden, weight, bias) if each is not None]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in given):
-        return _WithGradients.apply(hidden, weight, bias, targets, loss)
-    return loss.of(hidden, weight, bias, targets)
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in given)):
+        return loss.of(hidden, weight, bias, targets)
+    collector = getattr(weight, COLLECTOR, None) if len(tiles_of(weight.shape[0])) > 1 else None
+    if collector is not None:
+        collector.count()
+    return _WithGradients.apply(hidden, weight, bias, targets, loss, collector)
 
 
 def exceeds_chunk(head: nn.Module, hidden: Tensor) -> bool:
@@ -150,106 +192,230 @@ class _ChunkedLoss:
         with torch.no_grad(), _without_autocast(hidden):
             weight, bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
             total = torch.zeros((), device=hidden.device)
-            for begin, end in self._chunks(targets):
-                total = total + self._chunk(hidden[begin:end], weight, bias, targets[begin:end])
+            for tokens in self._chunks(targets):
+                out = self._head(hidden[tokens].to(self.dtype), weight, bias)
+                total = total + self._loss(out, targets[tokens])
             return total if self.reduction == "sum" else total / self._count(targets)
 
     def with_gradients(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor | None],
-        targets: Tensor,
-        needed: tuple[bool, ...],
-        factor: Tensor,
+        self, tensors: Tensors, targets: Tensor, needed: tuple[bool, ...], factor: Tensor, base: Tensor | None
     ) -> tuple[Tensor, Gradients]:
-        """Return the loss, and the gradients of ``tensors`` that are ``needed``, times ``factor``."""
-        hidden, weight, bias = tensors
-        by_token, sums = torch.empty_like(hidden) if needed[0] else None, dict[int, Tensor]()
-        factor = factor if self.reduction == "sum" else factor / self._count(targets)
-        total = torch.zeros((), device=hidden.device)
-        with torch.enable_grad(), _without_autocast(hidden):
-            weight = weight.detach().to(self.dtype).requires_grad_(needed[1])
-            bias = None if bias is None else bias.detach().to(self.dtype).requires_grad_(needed[2])
-            for begin, end in self._chunks(targets):
-                part = hidden[begin:end].detach().requires_grad_(needed[0])
-                into = None if by_token is None else by_token[begin:end]
-                total = total + self._add_gradients(
-                    (part, weight, bias), targets[begin:end], factor, into, sums
-                )
-        value = total if self.reduction == "sum" else total / self._count(targets)
-        return value, (by_token, sums.get(1), sums.get(2))
+        """Return the loss, and the gradients of ``tensors`` that are ``needed``, times ``factor``.
 
-    def _add_gradients(
-        self,
-        leaves: tuple[Tensor, Tensor, Tensor | None],
-        targets: Tensor,
-        factor: Tensor,
-        by_token: Tensor | None,
-        sums: dict[int, Tensor],
-    ) -> Tensor:
-        """Return the sum of one chunk's losses; write its gradients to ``by_token``, and add them to ``sums``.
-
-        Nothing of the chunk remains afterwards.
+        Into ``base`` (fp32 [2, tokens]), if it is given, come the largest logit of each token, and the logarithm of the
+        sum that the softmax divides by, relative to that logit.
         """
-        loss = self._chunk(*leaves, targets)
-        wanted = {i: leaf for i, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad}
-        grads = torch.autograd.grad(loss, [*wanted.values()], factor)
-        for i, grad in zip(wanted, grads, strict=True):
-            if i == 0 and by_token is not None:
-                by_token.copy_(grad)
-            elif i in sums:
-                sums[i].add_(grad)
-            else:
-                sums[i] = grad.float()
-        return loss.detach()
+        hidden, weight, bias = tensors
+        by_token = torch.empty_like(hidden) if needed[0] else None
+        by_word = torch.empty(weight.shape, device=hidden.device) if needed[1] else None
+        of_bias = torch.empty(len(weight), device=hidden.device) if needed[2] else None
+        total = torch.zeros((), device=hidden.device)
+        factor = self._share(factor, targets)
+        with torch.no_grad(), _without_autocast(hidden):
+            weight, bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
+            for tokens in self._chunks(targets):
+                part = hidden[tokens].to(self.dtype)
+                grad = self._head(part, weight, bias)  # the output, until its gradient is in its place
+                into = None if base is None else base[:, tokens]
+                total = total + self._chunk(grad, targets[tokens], factor, into)
+                if by_token is not None:
+                    by_token[tokens] = grad.mm(weight)
+                if by_word is not None:
+                    for words in tiles_of(len(weight)):
+                        _add(by_word[words], grad[:, words].contiguous().t().mm(part), not tokens.start)
+                if of_bias is not None:
+                    _add(of_bias, grad.sum(0), not tokens.start)
+                del grad
+        value = total if self.reduction == "sum" else total / self._count(targets)
+        return value, (by_token, by_word, of_bias)
 
-    def _chunk(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-        """Return the sum of one chunk's losses."""
-        out = self.logits(F.linear(hidden.to(self.dtype), weight, bias)).float()
-        return F.cross_entropy(out, targets, ignore_index=self.ignore_index, reduction="sum")
+    def parts(
+        self, tensors: Tensors, targets: Tensor, base: Tensor, factor: Tensor, outer: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Iterator[Part]:  # fmt: skip
+        """Yield the gradient of the weight, tile by tile, with the bits of ``with_gradients``.
 
-    def _chunks(self, targets: Tensor) -> Iterator[tuple[int, int]]:
-        tokens = len(targets)
-        return ((begin, min(begin + self.rows, tokens)) for begin in range(0, tokens, self.rows))
+        Args:
+            tensors: Hidden states, weight and bias.
+            targets: One for each token.
+            base: What ``with_gradients`` wrote.
+            factor: The same factor as there.
+            outer: Another factor, by which the sum is multiplied in the end, or None.
+            dtype: The dtype of the parts.
+        """
+        hidden, weight, bias = tensors
+        factor = self._share(factor, targets)
+        for words in tiles_of(len(weight)):
+            total: Tensor | None = None
+            with torch.no_grad(), _without_autocast(hidden):
+                tile = weight[words].to(self.dtype)
+                shift = None if bias is None else bias[words].to(self.dtype)
+                for tokens in self._chunks(targets):
+                    part = hidden[tokens].to(self.dtype)
+                    out = F.linear(part, tile, shift)
+                    grad = self._tile(out, words, targets[tokens], factor, base[:, tokens])
+                    product = grad.t().mm(part)
+                    total = product.float() if total is None else total.add_(product)
+                    del out, grad, product
+                assert total is not None
+                made = _rounded(total, outer, dtype)
+                del total
+            yield (words, ALL), made
+            del made
+
+    def _head(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of the head for the tokens of ``part``."""
+        tiles = tiles_of(len(weight))
+        if len(tiles) == 1:
+            return F.linear(part, weight, bias)
+        out = part.new_empty(len(part), len(weight))
+        for words in tiles:
+            out[:, words] = F.linear(part, weight[words], None if bias is None else bias[words])
+        return out
+
+    def _chunk(self, out: Tensor, targets: Tensor, factor: Tensor, base: Tensor | None) -> Tensor:
+        """Return the sum of one chunk's losses; write its gradient of ``out`` in its place, and ``base`` if given.
+
+        The softmax of a token is its own, so it is computed for a few tokens at a time.
+        """
+        losses = torch.empty(len(out), device=out.device)
+        for rows in pieces(len(out), rows_at_once(out.shape[1])):
+            leaf = out[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                logits = self.logits(leaf).float()
+                log_probabilities = F.log_softmax(logits, -1)
+                each = F.nll_loss(
+                    log_probabilities, targets[rows], ignore_index=self.ignore_index, reduction="none"
+                )
+            if base is not None:
+                base[0, rows], at = logits.detach().max(-1)
+                base[1, rows] = -log_probabilities.detach().gather(-1, at[:, None])[:, 0]
+            losses[rows] = each.detach()
+            del logits, log_probabilities
+            out[rows] = torch.autograd.grad(each, [leaf], factor.expand_as(each))[0]
+        return self._sum(losses, targets)
+
+    def _tile(self, out: Tensor, words: slice, targets: Tensor, factor: Tensor, base: Tensor) -> Tensor:
+        """Return what ``_chunk`` does of some ``words``, given the output of the head for them.
+
+        Another column stands for all other words, so that a row of gradients has the sum of the whole row.
+        """
+        leaf, others = out.requires_grad_(), out.shape[1]
+        with torch.enable_grad():
+            logits = self.logits(leaf).float()
+        log_probabilities = logits.new_zeros(len(logits), others + 1)
+        inner = log_probabilities[:, :others]
+        torch.sub(logits.detach(), base[0][:, None], out=inner)
+        inner -= base[1][:, None]
+        is_here = (targets >= words.start) & (targets < words.stop)
+        at = torch.where(is_here, targets - words.start, others)
+        given = torch.where(targets == self.ignore_index, torch.zeros_like(factor), -factor)
+        grads = torch.zeros_like(log_probabilities).scatter_(1, at[:, None], given[:, None])
+        grads = torch.ops.aten._log_softmax_backward_data(grads, log_probabilities, 1, torch.float32)
+        (grad,) = torch.autograd.grad(logits, [leaf], grads[:, :others])
+        return grad.contiguous()
+
+    def _loss(self, out: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of one chunk's losses, without gradients."""
+        losses = torch.empty(len(out), device=out.device)
+        for rows in pieces(len(out), rows_at_once(out.shape[1])):
+            losses[rows] = F.cross_entropy(
+                self.logits(out[rows]).float(),
+                targets[rows],
+                ignore_index=self.ignore_index,
+                reduction="none",
+            )
+        return self._sum(losses, targets)
+
+    def _sum(self, losses: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of tokens, in the order in which torch adds those of one call."""
+        counts = torch.where(targets == self.ignore_index, -100, 0)
+        return F.nll_loss(-losses[:, None], counts, reduction="sum")
+
+    def _share(self, factor: Tensor, targets: Tensor) -> Tensor:
+        """Return ``factor`` for each token."""
+        return factor if self.reduction == "sum" else factor / self._count(targets)
+
+    def _chunks(self, targets: Tensor) -> list[slice]:
+        """Return the tokens of each chunk."""
+        return pieces(len(targets), self.rows)
 
     def _count(self, targets: Tensor) -> Tensor:
         return (targets != self.ignore_index).sum()
+
+
+def _add(total: Tensor, product: Tensor, is_first: bool) -> None:
+    """Add ``product`` to the fp32 sum ``total``, which begins with it if it ``is_first``."""
+    if is_first:
+        total.copy_(product)
+    else:
+        total.add_(product)
 
 
 class _WithGradients(torch.autograd.Function):
     """The loss as a node of a graph that holds gradients, and no logits.
 
     In fp16 the gradients are computed in the backward pass, where the loss scale is known: without it they might
-    underflow.
+    underflow. A weight with a collector gets its gradient there, too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, loss: _ChunkedLoss
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        loss: _ChunkedLoss,
+        collector: PartCollector | None,
     ) -> Tensor:
         tensors, needed = (hidden, weight, bias), ctx.needs_input_grad[:3]
         ctx.loss, ctx.dtypes = loss, [None if each is None else each.dtype for each in tensors]
         ctx.later = loss.dtype == torch.float16
+        ctx.collector = collector if needed[1] else None
+        ctx.needed = (needed[0], needed[1] and ctx.collector is None, needed[2])
         if ctx.later:
             ctx.save_for_backward(*tensors, targets)
             return loss.of(*tensors, targets)
-        one = torch.ones((), device=hidden.device)
-        value, grads = loss.with_gradients(tensors, targets, needed, one)
-        ctx.save_for_backward(*grads)
+        base = None if ctx.collector is None else _base(targets)
+        value, grads = loss.with_gradients(tensors, targets, ctx.needed, _one(hidden), base)
+        again = (*tensors, targets, base) if ctx.collector is not None else (None,) * 5
+        ctx.save_for_backward(*grads, *again)
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (factor,), grads = grad_outputs, ctx.saved_tensors
+        (outer,) = grad_outputs
         if ctx.later:
             *tensors, targets = ctx.saved_tensors
-            _, grads = ctx.loss.with_gradients(tuple(tensors), targets, ctx.needs_input_grad[:3], factor)
-            factor = None
+            factor, outer, base = outer, None, None if ctx.collector is None else _base(targets)
+            _, grads = ctx.loss.with_gradients(tuple(tensors), targets, ctx.needed, factor, base)
+        else:
+            grads, (*tensors, targets, base) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+            factor = _one(outer)
         made = [
-            None if each is None else _rounded(each, factor, dtype)
+            None if each is None else _rounded(each, outer, dtype)
             for each, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        return (*made, None, None)
+        del grads
+        if ctx.collector is not None:
+            parts = ctx.loss.parts(tuple(tensors), targets, base, factor, outer, ctx.dtypes[1])
+            if ctx.collector.is_only_use():
+                ctx.collector.collect(parts)
+            else:
+                made[1] = torch.empty_like(tensors[1])
+                for place, grad in parts:
+                    made[1][place] = grad
+        return (*made, None, None, None)
+
+
+def _base(targets: Tensor) -> Tensor:
+    return torch.empty(2, len(targets), device=targets.device)
+
+
+def _one(like: Tensor) -> Tensor:
+    return torch.ones((), device=like.device)
 
 
 def _rounded(total: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import token_chunks
+from holdfast.chunked_loss import COLLECTOR, PartCollector
 from holdfast.errors import BadInput, DoesNotFit, ModelNotSupported
 from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.offload.memory.residency import Residency
+from holdfast.offload.model import embedding_gradients
 from holdfast.offload.model.blocks import find_blocks, with_embedding_and_head
 from holdfast.offload.model.microbatches import RESIDENT
 from holdfast.offload.setup import step_planning
@@ -25,6 +28,17 @@ transformers = pytest.importorskip("transformers")
 
 KINDS = ("resident", "streamed")
 STREAMED = {"embedding_and_head": "streamed"}
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """A loss in chunks of four tokens and tiles of 8 words; returns what counts the gradients that come in parts."""
+    monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    monkeypatch.setattr(token_chunks, "WORDS_PER_TILE", 8)
+    monkeypatch.setattr(embedding_gradients, "EMBEDDED_AT_ONCE", 5 * VOCABULARY)  # columns of 16
+    found, own = [], Residency._collect_parts
+    monkeypatch.setattr(Residency, "_collect_parts", lambda *args: found.append(args[3].name) or own(*args))
+    return found
 
 
 def test_nothing_is_left_on_the_device(tmp_path):
@@ -44,7 +58,7 @@ def offloaded(model, directory, **options):
 # Going on
 
 
-def test_a_run_goes_on_with_them_streamed_and_resident_by_turns(tmp_path):
+def test_a_run_goes_on_with_them_streamed_and_resident_by_turns(tmp_path, tiles):
     """Where nothing is given, they stay as the run has them."""
     expected = losses_of(decoder(blocks=3), tmp_path / "plain", range(6), embedding_and_head="resident")
     found = []
@@ -57,6 +71,7 @@ def test_a_run_goes_on_with_them_streamed_and_resident_by_turns(tmp_path):
             found += [engine.step(batches(start, 2))]
     assert found == expected
     assert differing(read_atoms(tmp_path / "turns"), read_atoms(tmp_path / "plain")) == []
+    assert tiles.count("head.weight") == tiles.count("embed.weight") == 6  # two micro-batches of three steps
 
 
 def losses_of(model, directory, steps, **options):
@@ -99,9 +114,8 @@ def of_transformers(step):
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_a_model_of_transformers_has_the_bits_of_those_that_stay(tmp_path, monkeypatch, chunked, dtype):
-    if chunked:
-        monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+def test_a_model_of_transformers_has_the_bits_of_those_that_stay(tmp_path, request, chunked, dtype):
+    in_parts = request.getfixturevalue("tiles") if chunked else []
     found = {}
     for way in ("resident", "streamed"):
         model = llama()
@@ -112,6 +126,7 @@ def test_a_model_of_transformers_has_the_bits_of_those_that_stay(tmp_path, monke
         found[way] = losses, text
     assert found["streamed"] == found["resident"]
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+    assert in_parts.count("lm_head.weight") == in_parts.count("model.embed_tokens.weight") == 9 * chunked
 
 
 def test_a_trained_part_of_the_epilogue_may_be_beside_a_frozen_one(tmp_path):
@@ -159,6 +174,23 @@ def test_mezo_has_the_bits_of_those_that_stay(tmp_path):
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": -3}, {"scale_grad_by_freq": True}], ids=str)
+def test_columns_of_an_embedding_have_the_bits_of_its_gradient(tiles, options, dtype):
+    torch.manual_seed(0)
+    module = nn.Embedding(VOCABULARY, 16, dtype=dtype, **options)
+    tokens, parts = torch.randint(0, VOCABULARY, (9, 40)), []
+    expected = module(tokens)
+    setattr(module.weight, COLLECTOR, PartCollector(parts.extend))
+    with embedding_gradients.EmbeddingInParts():
+        found = module(tokens)
+    assert torch.equal(found, expected)
+    by_token = torch.randn_like(found)
+    (whole,) = torch.autograd.grad(expected, [module.weight], by_token)
+    assert torch.autograd.grad(found, [module.weight], by_token, allow_unused=True) == (None,)
+    assert len(parts) == 4 and torch.equal(torch.cat([grad for _, grad in parts], 1), whole)
+
+
 # Tied ones
 
 
@@ -172,10 +204,10 @@ def test_mezo_has_the_bits_of_those_that_stay(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, monkeypatch, options):
+def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, request, options):
     found, options = {}, {**options}
-    if options.pop("chunked", False):
-        monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    chunked = options.pop("chunked", False)
+    in_parts = request.getfixturevalue("tiles") if chunked else []
     for way in KINDS:
         model = llama(tie_word_embeddings=True)
         with offloaded(model, tmp_path / way, embedding_and_head=way, **options) as engine:
@@ -187,6 +219,7 @@ def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, monkeypatch, 
         found[way] = losses, text
     assert found["streamed"] == found["resident"]
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+    assert in_parts == ["model.embed_tokens.weight"] * 24 * chunked
 
 
 # Which they are

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import token_chunks
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.model.blocks import find_blocks, with_embedding_and_head
 from holdfast.offload.setup.block_measurement import measure
@@ -74,6 +75,18 @@ def test_what_a_trace_measures_leaves_out_the_parameters():
     found = measure(model, blocks, sample, torch.float32)
     logits = 4 * sample["tokens"].numel() * 2048
     assert 4 * 2048 * 64 < found.last_bytes < 4 * 2048 * 64 + 4 * logits
+
+
+def test_a_streamed_head_is_measured_in_tiles(monkeypatch):
+    """Of many tokens: without the sum of the gradients, and with logits that are computed once more."""
+    monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * 2048)
+    monkeypatch.setattr(token_chunks, "WORDS_PER_TILE", 256)
+    model, sample = made_model(), batches(0, 1, rows=4)[0]
+    alone, weights = find_blocks(model), 64 * 2048
+    whole = measure(model, alone, sample, torch.float32)
+    found = measure(model, with_embedding_and_head(model, alone), sample, torch.float32)
+    assert whole.last_bytes > 4 * weights > 2 * found.last_bytes
+    assert found.head_flop == whole.head_flop * 4 / 3 == 8 * sample["tokens"].numel() * weights
 
 
 def test_a_trace_counts_the_products_of_a_block_and_of_the_head():

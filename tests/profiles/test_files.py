@@ -64,13 +64,24 @@ def test_the_golden_model_has_twelve_squares_of_its_width():
 
 
 def test_the_workspace_of_the_head_is_flat_in_tokens():
-    """Chunks of 256 tokens: logits, and the fp32 sum of the head's gradients."""
+    """Chunks of 256 tokens, the softmax of 64: logits, and the fp32 sum of the head's gradients."""
     model = replace(load_model("llama-3-8b"), vocabulary=131072, width=64, heads=1, kv_heads=1)
     heads = []
     for tokens in (512, 65536):
         sized = replace(model, sequence=tokens)
         heads.append(sized.workspace_bytes - 34 * sized.tokens * 64)  # without the last block's activations
-    assert heads == [16 * 256 * 131072 + 4 * 131072 * 64] * 2
+    assert heads == [(2 * 256 + 16 * 64) * 131072 + 4 * 131072 * 64] * 2
+
+
+def test_a_streamed_head_has_its_gradient_in_tiles():
+    """Of 8,192 words: in fp32 and in 16 bits, with the logits of a chunk; or all logits of a chunk."""
+    model = replace(load_model("llama-3-8b"), vocabulary=131072, sequence=1024, micro_batch=1)
+    for width, expected in ((4096, 6 * 8192 * 4096 + 16 * 256 * 8192), (512, (2 * 256 + 16 * 64) * 131072)):
+        sized = replace(model, width=width, heads=1, kv_heads=1)
+        assert sized.streamed_workspace_bytes == max(expected, 34 * 1024 * width)
+        assert sized.streamed_head_flop == 8 * 131072 * width * 1024
+    few = replace(model, sequence=256)
+    assert few.streamed_workspace_bytes == 16 * 256 * 131072 and few.streamed_head_flop == few.head_flop
 
 
 def test_a_file_of_ones_own_is_read(tmp_path):

@@ -179,6 +179,11 @@ class AdaptedModel:
         return self.profile.head_flop * 2 / 3
 
     @property
+    def streamed_head_flop(self) -> float:
+        """The same as ``head_flop``: the head stays."""
+        return self.head_flop
+
+    @property
     def streamed_workspace_bytes(self) -> int:
         """The same as ``workspace_bytes``: the head stays."""
         return self.workspace_bytes

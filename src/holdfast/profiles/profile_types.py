@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..config import flattened, hint_of
 from ..errors import ConfigError
 from ..quantities import parse_bytes
-from ..token_chunks import rows_per_chunk
+from ..token_chunks import WORDS_PER_TILE, rows_at_once, rows_per_chunk
 
 NOUNS = {
     "text": 'text in quotes, like "this"',
@@ -116,12 +116,14 @@ ACTIVATION_BYTES = 34
 They are in 16 bits with fused attention.
 """
 LOGIT_BYTES = 16
-"""The bytes per word of the vocabulary, and token of those whose logits exist at once.
+"""The bytes per word of the vocabulary, and token of those whose softmax is computed at once.
 
 They hold logits in 16 and 32 bits, their probabilities and their gradients.
 """
+CHUNK_LOGIT_BYTES = 2
+"""The bytes per word and token of a chunk: the logits, in whose place their gradients come."""
 HEAD_SUM_BYTES, HEAD_CHUNK_BYTES = 4, 2
-"""The bytes per parameter of a head whose loss is computed in chunks: the fp32 sum of gradients, and a chunk's part."""
+"""The bytes per parameter of a head whose loss is in chunks: the fp32 sum of gradients, and its rounded copy."""
 
 
 class LinearLayer(NamedTuple):
@@ -299,7 +301,21 @@ class ModelProfile:
     @property
     def streamed_workspace_bytes(self) -> int:
         """The same where the head is a unit of its own, and no block's graph lives while the loss is computed."""
-        return max(self.activation_bytes, self._head_bytes)
+        return max(self.activation_bytes, self._streamed_head_bytes)
+
+    @property
+    def _streamed_head_bytes(self) -> int:
+        """The same as ``_head_bytes`` for a streamed head, which has its gradient tile by tile."""
+        rows, words = rows_per_chunk(self.vocabulary), min(self.vocabulary, WORDS_PER_TILE)
+        if not self._has_tiles:
+            return self._head_bytes
+        tile = (HEAD_SUM_BYTES + HEAD_CHUNK_BYTES) * words * self.width + LOGIT_BYTES * rows * words
+        return max(self.logits_bytes, tile)
+
+    @property
+    def _has_tiles(self) -> bool:
+        """True if the gradient of a streamed head is computed tile by tile."""
+        return self.tokens > rows_per_chunk(self.vocabulary) and self.vocabulary > WORDS_PER_TILE
 
     @property
     def _head_bytes(self) -> int:
@@ -317,12 +333,20 @@ class ModelProfile:
     @property
     def logits_bytes(self) -> int:
         """The bytes of the logits that exist at once, with what the loss makes of them."""
-        return LOGIT_BYTES * min(self.tokens, rows_per_chunk(self.vocabulary)) * self.vocabulary
+        rows = rows_per_chunk(self.vocabulary)
+        if self.tokens <= rows:
+            return LOGIT_BYTES * self.tokens * self.vocabulary
+        return (CHUNK_LOGIT_BYTES * rows + LOGIT_BYTES * rows_at_once(self.vocabulary)) * self.vocabulary
 
     @property
     def head_flop(self) -> float:
         """The operations of head and loss for one micro-batch, forward and backward."""
         return 6.0 * self.vocabulary * self.width * self.tokens
+
+    @property
+    def streamed_head_flop(self) -> float:
+        """The same where the head is a unit of its own, and computes its logits once more for its gradient."""
+        return self.head_flop * 4 / 3 if self._has_tiles else self.head_flop
 
     @property
     def _head_size(self) -> int:

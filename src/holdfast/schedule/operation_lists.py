@@ -64,7 +64,7 @@ def work_of(setting: Setting) -> Work:
         resident_grad_bytes=count * part.grad_bytes,
         resident_elements=s.resident_elements,
         unified=s.machine.device_shares_host,
-        head_flop=s.model.head_flop,
+        head_flop=s.head_flop,
         tied_block=0 if s.tied_elements else None,
         expert_bytes=s.slot_bytes,
         expert_staging_bytes=s.slot_staging_bytes,

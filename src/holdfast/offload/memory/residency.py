@@ -13,11 +13,12 @@ spares all of these elements is not found.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
+from ...chunked_loss import COLLECTOR, Part, PartCollector
 from ...io.buffers import Buffer, BufferPool
 from .block_states import BlockState, as_tensor
 from .parameter_shards import ParameterEntry
@@ -138,17 +139,21 @@ class Residency:
         member: ParameterEntry,
         view: torch.Tensor,
         held: Callable[[], Gradients | None] | None,
+        in_parts: bool = False,
     ) -> torch.nn.Parameter:
         """Return a parameter that shares the memory of ``view``.
 
         If it is trained and ``held`` is given, its gradient is added to the sums that ``held`` returns, as soon as the
-        gradient arrives. A trained parameter requires grad even without ``held``, because operations choose their
-        kernels by that.
+        gradient arrives; with ``in_parts`` by a collector, if an operation makes it in parts. A trained parameter
+        requires grad even without ``held``, because operations choose their kernels by that.
         """
         # ``data`` has a version counter of its own, by which changes in place are found
         parameter = torch.nn.Parameter(view.data, requires_grad=member.trained)
         if held is not None and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, held(), member, p))
+            if in_parts and member.order is None:
+                collector = PartCollector(lambda parts: self._collect_parts(unit, held(), member, parts))
+                setattr(parameter, COLLECTOR, collector)
         return parameter
 
     def _collect(
@@ -164,6 +169,19 @@ class Residency:
             view.copy_(parameter.grad)
             held.touched.add(member.name)
         parameter.grad = None
+
+    def _collect_parts(
+        self, unit: BlockState, held: Gradients | None, member: ParameterEntry, parts: Iterable[Part]
+    ) -> None:
+        """Add a gradient like ``_collect``, part after part."""
+        assert held is not None
+        view, starts = held.view(unit, member), member.name not in held.touched
+        for place, grad in parts:
+            if starts:
+                view[place].copy_(grad)
+            else:
+                add_in_parts(view[place], grad)
+        held.touched.add(member.name)
 
     def samples_of(self, block: int) -> ParameterSamples:
         """Return the sampled places of the compute copy of ``block``."""
@@ -206,13 +224,15 @@ class Residency:
 
 
 def add_in_parts(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add ``grad`` to the contiguous fp32 sum ``total``, in parts if it is large and on the host."""
+    """Add ``grad`` to the fp32 sum ``total``, in parts if it is large and on the host."""
     if total.device.type != "cpu" or total.numel() <= SUMMED_AT_ONCE:
         total.add_(grad)
         return
-    total, grad = total.flatten(), grad.flatten()
-    for start in range(0, total.numel(), SUMMED_AT_ONCE):
-        total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])
+    if total.is_contiguous():
+        total, grad = total.flatten(), grad.flatten()
+    rows = max(1, SUMMED_AT_ONCE // total[0].numel())
+    for some, more in zip(total.split(rows), grad.split(rows), strict=True):
+        some.add_(more)
 
 
 SAMPLED = 64

@@ -384,6 +384,13 @@ def owned_parameters(
     return by_block, resident
 
 
+def epilogue_parameters(model: nn.Module, blocks: Blocks) -> set[int]:
+    """Return the identities of the parameters that the streamed epilogue computes with; the tied one is among them."""
+    modules = [*blocks.epilogue, *(() if blocks.tied is None else (blocks.modules[blocks.tied],))]
+    inside = {id(each) for module in modules for each in module.modules()} if blocks.epilogue else set()
+    return {key for key, held in _places(model).items() if all(id(module) in inside for module, _ in held)}
+
+
 def install(owned: Owned, parameter: nn.Parameter) -> None:
     """Make every place of ``owned`` hold ``parameter``."""
     for module, name in owned.places:

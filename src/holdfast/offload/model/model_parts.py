@@ -28,7 +28,8 @@ from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
 from ..memory.parameter_shards import memory_order
 from ..setup.block_measurement import MeasuredBlocks
-from .blocks import Blocks, Owned, find_blocks, owned_parameters, with_embedding_and_head
+from .blocks import Blocks, Owned, find_blocks, is_compiled, owned_parameters, with_embedding_and_head
+from .embedding_gradients import columns_at_once
 
 RESIDENT, REST = "resident", "rest"
 """Names of the unit with what lies outside of the blocks: with embedding and head, and without."""
@@ -201,10 +202,12 @@ class ModelParts:
     def _extra_workspaces(self, measured: MeasuredBlocks) -> list[int]:
         """Return the bytes that computing each unit takes beyond what a repeated block takes.
 
-        The last unit has the loss. The gradient of an embedding is as large as its trained compute copy.
+        The last unit has the loss. An embedding has its gradient, in parts if that is known.
         """
         embeddings = self.units[: self.blocks.embeddings] if self.optimizer.takes_gradients else []
-        found = [unit.trained_copy_bytes for unit in embeddings] + [0] * (len(self.units) - len(embeddings))
+        found = [0] * len(self.units)
+        for number, unit in enumerate(embeddings):
+            found[number] = _embedding_workspace(unit, self.blocks.modules[number])
         found[-1] = max(found[-1], measured.last_bytes)
         return [max(nbytes - measured.block_bytes, 0) for nbytes in found]
 
@@ -248,6 +251,19 @@ def _cast_expert_bytes(unit: BlockState) -> int:
     if all(TO_NAME[member.copy_dtype] == place.dtype for member, place in pairs):
         return 0
     return sum(member.elements * member.copy_dtype.itemsize // member.shape[0] for member, _ in pairs)
+
+
+def _embedding_workspace(unit: BlockState, module: torch.nn.Module) -> int:
+    """Return the most bytes of an embedding's gradient that exist at once, besides the sum."""
+    known = type(module).forward is nn.Embedding.forward and not (
+        "forward" in vars(module) or is_compiled(module)
+    )
+    if not known or any(member.order is not None for member in unit.trained):
+        return unit.trained_copy_bytes
+    return sum(
+        member.shape[0] * min(columns_at_once(member.shape[0]), member.shape[1]) * member.copy_dtype.itemsize
+        for member in unit.trained
+    )
 
 
 def ties_streamed(optimizer: torch.optim.Optimizer) -> bool:

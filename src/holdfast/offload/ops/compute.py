@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from ...schedule.work import micro_batches
 from .. import rng
 from ..memory.block_states import BlockState
 from ..memory.residency import Gradients
-from ..model.blocks import install
+from ..model.blocks import install, is_compiled
 from ..model.boundaries import BlockOutput, Boundary, Graph, refuse_hidden, samples_of
+from ..model.embedding_gradients import EmbeddingInParts
 from ..model.input_changes import InputWatch
 from ..model.microbatches import (
     RESIDENT,
@@ -260,10 +261,19 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
         autocast_as(boundary.autocast),
         callers_default(),
         run.experts.computing(boundary.block),
+        _embedding_in_parts(run, boundary.block),
     ):
         output = run.patch.forwards[boundary.block](*args, **kwargs)
     watch.refuse_changes(run.blocks[boundary.block].name)
     return output
+
+
+def _embedding_in_parts(run: Runtime, block: int) -> AbstractContextManager[object]:
+    """Return a context in which the gradient of a block that is an embedding comes in parts."""
+    blocks = run.patch.blocks
+    if block < blocks.embeddings and not is_compiled(blocks.modules[block]):
+        return EmbeddingInParts()
+    return nullcontext()
 
 
 def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) -> None:
@@ -391,8 +401,10 @@ def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> 
     leaves = run.residency.leaves.get(place)
     if leaves is None:
         copy = run.residency.on_device[place]
+        in_parts = place[1] < run.patch.blocks.embeddings or place[1] == run.epilogue
         leaves = run.residency.leaves[place] = [
-            run.residency.leaf(unit, member, unit.copy_view(copy, member), held) for member in unit.members
+            run.residency.leaf(unit, member, unit.copy_view(copy, member), held, in_parts)
+            for member in unit.members
         ]
         run.residency.samples[place] = run.residency.samples_of(place[1]).read(copy)
     return leaves

@@ -15,7 +15,7 @@ allocated.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,10 +30,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ...chunked_loss import COLLECTOR, PartCollector
 from ...errors import ModelNotSupported
 from ...garbage import without_collection
 from ...state.capture import AS_STORED
-from ..model.blocks import Blocks, Patch, configurations, is_compiled
+from ..model.blocks import Blocks, Patch, configurations, epilogue_parameters, is_compiled
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
 from ..model.microbatches import extract_loss, module_call
 from .equal_calls import TracedCall, call_form, output_maker
@@ -288,7 +289,8 @@ def _trace(
     counter = _Counter()
     probe = _Probe(blocks, counter, backward)
     here = partial(_fake_here, fake)
-    fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
+    in_parts = epilogue_parameters(model, blocks)
+    fakes = swapped(model.modules(), lambda own: _faked(own, dtype, id(own) in in_parts), here)
     is_chunked = loss_fn is None and has_ordinary_loss(model)
     head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()
     with (
@@ -397,8 +399,11 @@ def _fake_here(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(there, device="cpu").requires_grad_(tensor.requires_grad)
 
 
-def _faked(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Return a fake parameter in the compute dtype whose gradient is dropped as soon as it arrives, as in training."""
+def _faked(parameter: nn.Parameter, dtype: torch.dtype, in_parts: bool) -> nn.Parameter:
+    """Return a fake parameter in the compute dtype whose gradient is dropped as soon as it arrives, as in training.
+
+    With ``in_parts`` a loss in chunks has it in parts.
+    """
     as_stored = hasattr(parameter, AS_STORED)
     empty = torch.empty(parameter.shape, dtype=parameter.dtype if as_stored else dtype, device="cpu")
     new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -406,4 +411,6 @@ def _faked(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         setattr(new, AS_STORED, getattr(parameter, AS_STORED))
     if new.requires_grad:
         new.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        if in_parts:
+            setattr(new, COLLECTOR, PartCollector(lambda parts: deque(parts, maxlen=0)))
     return new

@@ -217,8 +217,13 @@ class Setting:
         return self.model.backward_flop / self.flop_per_second
 
     @property
+    def head_flop(self) -> float:
+        """Floating-point operations of head and loss of one micro-batch."""
+        return self.model.streamed_head_flop if self.tables else self.model.head_flop
+
+    @property
     def head_seconds(self) -> float:
-        return self.model.head_flop / self.flop_per_second
+        return self.head_flop / self.flop_per_second
 
     @cached_property
     def ssd(self) -> Duplex:
@@ -277,6 +282,10 @@ class MeasuredModel:
 
     @property
     def head_flop(self) -> float:
+        return self.work.head_flop
+
+    @property
+    def streamed_head_flop(self) -> float:
         return self.work.head_flop
 
     @property

@@ -32,13 +32,13 @@ from .memory.expert_reader import ExpertReader
 from .memory.graph_sizes import GraphGauge
 from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, ParameterSamples, Residency
+from .memory.transient_buffers import TransientBuffers
 from .memory.zeroth_order import ZerothOrderState
 from .model.absent_parameters import AbsentParameters
 from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
 from .model.microbatches import Coroutine
-from .model.transient_buffers import TransientBuffers
 
 
 @dataclass

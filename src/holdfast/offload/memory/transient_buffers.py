@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.capture.mutation_check import changes_of, small_attributes
 from ...quantities import MiB
 from ...state.capture import BufferPlace, storable
+from ...state.changes_in_place import changes_of, small_attributes
 from ...state.encoding import decode, encode
 
 MOST_BYTES = MiB // 4

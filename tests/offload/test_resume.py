@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.data.loader import SampleLoader, micro_batches_of
-from holdfast.offload.model import transient_buffers
+from holdfast.offload.memory import transient_buffers
 from holdfast.offload.ops import state_ops as state
 from holdfast.store.run_store import LocalStore
 from support.grouped import grouped

@@ -117,6 +117,37 @@ def test_commit_waits_while_another_removes(runs, bucket, locks, monkeypatch):
     assert pusher.push().durable_step == 4
 
 
+def test_record_of_a_timeline_that_only_log_records_tell_of_is_put(runs, bucket):
+    """As the process that had begun to copy them left it."""
+    root, _ = runs
+    Pusher(root, bucket).push()
+    [record] = RunReader(root).timelines()[0].values()
+    ObjectDisk(bucket).unlink(record.path)
+    assert Pusher(root, bucket).push().durable_step == 4
+    assert RunReader(bucket).timelines() == ({record.id: record}, [])
+
+
+def test_records_are_copied_after_that_of_their_timeline(runs, bucket, monkeypatch):
+    """Which may be begun while a push is under way."""
+    root, _ = runs
+    pusher = Pusher(root, bucket)
+    monkeypatch.setattr(Pusher, "_push_timelines", lambda self: None)
+    done = pusher.push()
+    assert done.records == 0 and ObjectDisk(bucket).listdir("journal") == []
+
+
+def test_index_that_is_half_there_is_put_again(runs, bucket):
+    """As some gateways leave it after a broken connection."""
+    root, _ = runs
+    path = RunReader(root).head().small_paths[0]
+    ObjectDisk(bucket).put(path, (root / path).read_bytes()[:-9])
+    pusher = Pusher(root, bucket)
+    with pytest.raises(DiskFailed, match="is not whole"):
+        pusher.push()
+    assert RunReader(bucket).commits() == []
+    assert pusher.push().durable_step == 4 and RunReader(bucket).verify(RunReader(bucket).head()) == []
+
+
 @pytest.mark.parametrize("anew", [True, False])
 def test_payload_that_somebody_removed_is_copied_again(runs, bucket, anew):
     """By the next process, or by the same one once it has a new commit."""

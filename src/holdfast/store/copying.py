@@ -74,10 +74,8 @@ class RecordsCopy:
             for ref, following in pairwise([*refs, None]):
                 assert ref is not None
                 ended = following is not None and following.timeline == ref.timeline
-                is_known = ref.timeline in timelines
-                if is_known and not (
-                    ended and following is not None and following.first_step - 1 <= self._last_of(ref)
-                ):
+                is_there = ended and following is not None and following.first_step - 1 <= self._last_of(ref)
+                if ref.timeline in timelines and not is_there:
                     with suppress(FileNotFoundError):  # its writer has removed it
                         self._push_segment(ref, ended, done)
 

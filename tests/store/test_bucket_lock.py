@@ -28,7 +28,7 @@ def locks(bucket):
 
 @pytest.fixture
 def runs(tmp_path):
-    """A run with a base of step 4 alone, and an earlier copy of it, with a base of step 2 alone."""
+    """A run of five steps with a base of step 4 alone, and an earlier copy of it, with a base of step 2 alone."""
     loop = make(ADAMW)
     root, earlier = tmp_path / "run", tmp_path / "earlier"
     keep = Keep(1)
@@ -39,6 +39,7 @@ def runs(tmp_path):
         shutil.copytree(root, earlier, ignore=shutil.ignore_patterns("lock"))
         go_on(loop, ckpt, 4)
         ckpt.save()
+        go_on(loop, ckpt, 5)
     return root, earlier
 
 
@@ -114,7 +115,38 @@ def test_commit_waits_while_another_removes(runs, bucket, locks, monkeypatch):
         pusher.push()
     assert RunReader(bucket).commits() == [] and pusher.durable_step is None
     locks[0].release()
-    assert pusher.push().durable_step == 4
+    assert pusher.push().durable_step == 5
+
+
+def test_record_of_a_timeline_that_only_log_records_tell_of_is_put(runs, bucket):
+    """As the process that had begun to copy them left it."""
+    root, _ = runs
+    Pusher(root, bucket).push()
+    [record] = RunReader(root).timelines()[0].values()
+    ObjectDisk(bucket).unlink(record.path)
+    assert Pusher(root, bucket).push().durable_step == 5
+    assert RunReader(bucket).timelines() == ({record.id: record}, [])
+
+
+def test_records_are_copied_after_that_of_their_timeline(runs, bucket, monkeypatch):
+    """Which may be begun while a push is under way."""
+    root, _ = runs
+    pusher = Pusher(root, bucket)
+    monkeypatch.setattr(Pusher, "_push_timelines", lambda self: None)
+    done = pusher.push()
+    assert done.records == 0 and ObjectDisk(bucket).listdir("journal") == []
+
+
+def test_index_that_is_half_there_is_put_again(runs, bucket):
+    """As some gateways leave it after a broken connection."""
+    root, _ = runs
+    path = RunReader(root).head().small_paths[0]
+    ObjectDisk(bucket).put(path, (root / path).read_bytes()[:-9])
+    pusher = Pusher(root, bucket)
+    with pytest.raises(DiskFailed, match="is not whole"):
+        pusher.push()
+    assert RunReader(bucket).commits() == []
+    assert pusher.push().durable_step == 5 and RunReader(bucket).verify(RunReader(bucket).head()) == []
 
 
 @pytest.mark.parametrize("anew", [True, False])
@@ -146,7 +178,7 @@ def test_payload_that_nobody_has_any_more_is_reported_and_counts_for_nothing(run
             disk.unlink(file.path)
     pusher = Pusher(root, bucket, keep=Keep(3))
     done = pusher.push()
-    assert done.durable_step == 4 and {error.path for error in done.damaged} == {
+    assert done.durable_step == 5 and {error.path for error in done.damaged} == {
         ref.path for ref in RunReader(earlier).commits()
     } - {ref.path for ref in RunReader(root).commits()}
     assert pusher.push().damaged == []

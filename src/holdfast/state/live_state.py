@@ -596,10 +596,10 @@ def _places(
     The lists are the holder, the name and the object of each; then all holders, and the number that each holds.
     """
     holders = [holder for module in modules for holder in (module._parameters, module._modules)]
-    held: list[tuple[Holder, str, Any]] = [
+    found: list[tuple[Holder, str, Any]] = [
         (holder, name, thing) for holder in holders for name, thing in holder.items()
     ]
-    found = [each for each in held if not is_distributed(each[2])]
+    found = [each for each in found if not is_distributed(each[2])]
     there, names, things = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
     return there, names, things, holders, list(map(len, holders))
 

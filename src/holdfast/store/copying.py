@@ -5,7 +5,7 @@ The boundaries of the local segments play no part. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -67,14 +67,15 @@ class RecordsCopy:
                     self._add(stream, read_segment(self._target, ref)[0])
                     self._looked.add(ref)
 
-    def push(self, done: PushResult) -> None:
-        """Copy the records of all streams that the object store lacks."""
+    def push(self, done: PushResult, timelines: Collection[int]) -> None:
+        """Copy the records of all streams that the object store lacks, of ``timelines`` whose own record it has."""
         for stream in streams(self._source):
             refs = segments(self._source, stream)
             for ref, following in pairwise([*refs, None]):
                 assert ref is not None
                 ended = following is not None and following.timeline == ref.timeline
-                if not (ended and following is not None and following.first_step - 1 <= self._last_of(ref)):
+                is_there = ended and following is not None and following.first_step - 1 <= self._last_of(ref)
+                if ref.timeline in timelines and not is_there:
                     with suppress(FileNotFoundError):  # its writer has removed it
                         self._push_segment(ref, ended, done)
 

@@ -70,6 +70,9 @@ class Pusher:
         self._keep, self._streams, self._lock = keep, streams, BucketLock(self._disk)
         self._published: dict[CommitRef, Manifest] = {}
         self._timelines: dict[int, Timeline] = {}
+        """The timelines of the bucket, also those of which only manifests or log records tell."""
+        self._absent: set[str] = set()
+        """The records of ``_timelines`` that the bucket lacks."""
         self._records = RecordsCopy(self._local.disk, self._disk)
         self._begun = self._tidy = False
         self._unreadable = False
@@ -92,7 +95,9 @@ class Pusher:
     def check(self) -> None:
         """Read the timelines of both sides. Raises ``RunMismatch`` if the bucket holds another run."""
         here = self._local.timelines()[0]
-        self._timelines = there = self._remote.timelines()[0]
+        self._timelines, damaged = self._remote.timelines()
+        there = self._timelines
+        self._absent = {error.path for error in damaged if isinstance(error, FileMissing)}
         if there and not here:
             raise RunMismatch(
                 f"{self._disk.root} holds a run, and {self._local.root} has none yet that it could be the copy of. To"
@@ -211,12 +216,13 @@ class Pusher:
 
     def _push_timelines(self) -> None:
         for timeline, record in sorted(self._local.timelines()[0].items()):
-            if timeline in self._timelines:
+            if timeline in self._timelines and record.path not in self._absent:
                 continue
             if not self._disk.put_new(record.path, record.encode()):
                 there = Timeline.decode(self._disk.read_bytes(record.path), record.path)
                 self._refuse_another(record, there)
             self._timelines[timeline] = record
+            self._absent.discard(record.path)
             self.durable_step = self._reach()
 
     def _refuse_another(self, here: Timeline, there: Timeline) -> None:
@@ -257,9 +263,13 @@ class Pusher:
 
         ``key`` is that of the timeline. Called under the lock. Raises ``DiskFailed`` if a file is absent.
         """
-        sizes = {**self._disk.sizes("data"), **self._disk.sizes("index")}
-        wrong = [file.path for file in copy.files.values() if sizes.get(file.path) != file.bytes]
-        wrong += [path for path in copy.small_paths if path not in sizes]
+        there = {**self._disk.sizes("data"), **self._disk.sizes("index")}
+        needed = {file.path: file.bytes for file in copy.files.values()}
+        small = {ref["path"]: ref["bytes"] for ref in copy.index_refs}
+        small |= {share.path: share.bytes for share in copy.shares.values()}
+        wrong = [path for path, nbytes in {**needed, **small}.items() if there.get(path) != nbytes]
+        for path in small.keys() & there.keys() & {*wrong}:
+            self._remove(path)  # the next push puts it again, which it does where there is none
         if wrong:
             raise DiskFailed(
                 f"{self._disk.root / wrong[0]} is not whole, or was removed by another that pushes, before the commit"
@@ -267,11 +277,11 @@ class Pusher:
             )
         self._lock.check()
         if not self._disk.put_new(copy.path, copy.encode()):
-            there = self._remote.load(copy.ref)  # an earlier one of the step, or another process was faster
-            if there.key != key:
+            other = self._remote.load(copy.ref)  # an earlier one of the step, or another process was faster
+            if other.key != key:
                 raise RunMismatch(f"{self._disk.root / copy.path} is of another run than {self._local.root}")
-            if there.created >= copy.created:
-                return there
+            if other.created >= copy.created:
+                return other
             self._disk.put(copy.path, copy.encode())
         return copy
 
@@ -296,7 +306,7 @@ class Pusher:
 
     def _push_records(self) -> None:
         before = self._done.records
-        self._records.push(self._done)
+        self._records.push(self._done, self._timelines)
         if self._done.records > before:
             self.durable_step = self._reach()
 

@@ -6,6 +6,7 @@ import shutil
 import warnings
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from typer.testing import CliRunner
 
 from dist.world import World, ended
 from formats.test_saved import exact
+from holdfast.checkpoint.recovery.lineage import refuse_divided_blocks
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
-from holdfast.errors import ModelNotSupported
+from holdfast.errors import ModelNotSupported, RunMismatch
+from holdfast.optim import Joined
 from holdfast.state.layout.regions import Region
 from holdfast.state.quantised_slots import refuse_uneven
+from holdfast.state.tensor_entries import QUANTISED
 
 pytestmark = [
     pytest.mark.peers,
@@ -59,7 +63,8 @@ def begun_from(run, tmp_path):
     return [{"root": tmp_path / "run"}, *({"root": tmp_path / k, "source": v} for k, v in sources.items())]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("ranks", [4, 1])
 def test_other_ranks_take_whole_blocks(train, whole, tmp_path, ranks):
     """Four hold parts that torchao would not quantise anew."""
     for how in begun_from(whole[0], tmp_path):
@@ -68,7 +73,7 @@ def test_other_ranks_take_whole_blocks(train, whole, tmp_path, ranks):
 
 
 def test_a_border_inside_a_block_is_refused(train, whole, tmp_path):
-    for how in begun_from(whole[0], tmp_path):
+    for how in begun_from(whole[0], tmp_path)[::2]:
         for said in train(3, **how):
             assert "RunMismatch" in said["error"] and "0.weight" in said["error"], said
             assert "blocks of 256 elements" in said["error"] and said["untouched"]
@@ -90,6 +95,21 @@ def test_parts_of_columns_are_refused():
     with pytest.raises(ModelNotSupported, match="AdamW8bit would keep its state of w"):
         refused(halves)
     refused([{"w": Region((first, 0), (first + 64, 64))} for first in (0, 64)])
+    with pytest.raises(ModelNotSupported, match="only some"):
+        uneven = [{"w": Region((0, 0), (65, 64))}, {"w": Region((65, 0), (129, 64))}]
+        optimizer = Joined(optimizer_of("AdamW8bit", [weight]))
+        refuse_uneven([optimizer], {id(weight): "w"}, {"w": (129, 64)}, uneven)
+
+
+def test_a_mixture_that_a_run_has_is_refused_on_other_ranks():
+    """As ranks with unlike versions of torchao might write it."""
+    state = SimpleNamespace(wholes={"w": (128, 64)}, boxes={"w": Region((0, 0), (128, 64))})
+    atoms = {"w/param": {"name": "w", "slot": "param", "shape": [128, 64]}}
+    values = [{"w": {"exp_avg": {QUANTISED: ["OptimStateFp8", []]}}}, {}]
+    shares = [SimpleNamespace(atoms=atoms, progress={"values": each}) for each in values]
+    refuse_divided_blocks(shares[:1], state)
+    with pytest.raises(RunMismatch, match="by some ranks"):
+        refuse_divided_blocks(shares, state)
 
 
 def optimizer_of(kind, parameters, **options):

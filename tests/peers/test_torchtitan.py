@@ -209,7 +209,7 @@ def test_a_node_lost_with_its_disk_is_replaced(titan, never_ended, tmp_path):
     assert ends_as(said, never_ended)
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign
 @pytest.mark.parametrize("config", ["experts", "stages"])
 def test_parts_of_a_model_continue_after_a_kill(titan, tmp_path, config):
     """A pipeline, and a mixture of experts."""

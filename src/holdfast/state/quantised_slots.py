@@ -37,6 +37,8 @@ FEWEST = 4096
 
 def is_quantised(value: Any) -> bool:
     """Return whether ``value`` is such state, or a distributed tensor of it."""
+    if type(value) is torch.Tensor:
+        return False
     kind = type(getattr(value, "_local_tensor", value))
     return CLASSES.get(kind.__name__) == kind.__module__
 
@@ -96,10 +98,14 @@ def _divided_as(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     return made.to(parameter.device)
 
 
+def quantised_in(values: Mapping[str, Any]) -> list[str]:
+    """Return the slots that are quantised, of a parameter with these ``values``, as JSON."""
+    return [slot for slot, told in values.items() if isinstance(told, dict) and QUANTISED in told]
+
+
 def is_part(values: Mapping[str, Any], slot: str) -> bool:
     """Return whether ``slot`` is a part of quantised state, of a parameter with these ``values``, as JSON."""
-    told = values.get(slot.rpartition(".")[0])
-    return isinstance(told, dict) and QUANTISED in told
+    return slot.rpartition(".")[0] in quantised_in(values)
 
 
 def block_size(
@@ -157,9 +163,10 @@ def _blocks(
     optimizers: Sequence[torch.optim.Optimizer], name_of: Mapping[int, str]
 ) -> Iterator[tuple[str, str, int]]:
     """Yield, for each parameter of an optimizer of torchao, the optimizer's class, the name, and a block's elements."""
-    for optimizer in optimizers:
+    for optimizer in (member for each in optimizers for member in getattr(each, "members", (each,))):
         size: Any = getattr(optimizer, "block_size", None)
-        if type(optimizer).__module__.startswith(LIBRARY) and isinstance(size, int):
+        is_theirs = any(kind.__module__.startswith(LIBRARY) for kind in type(optimizer).__mro__)
+        if is_theirs and isinstance(size, int):
             names = [
                 name_of[id(p)]
                 for group in optimizer.param_groups

@@ -30,7 +30,7 @@ from ...state.layout.overlaps import (
 )
 from ...state.layout.regions import blocks_of
 from ...state.live_state import BUFFERS, LiveState
-from ...state.quantised_slots import block_size
+from ...state.quantised_slots import block_size, quantised_in
 from ...state.tensor_entries import RESIDUAL
 from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
@@ -323,8 +323,7 @@ class Lineage:
                 " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
                 " change the parallelism then."
             )
-        for share in self.shares.values():
-            refuse_divided_blocks(share.atoms, share.progress.get("values", {}), state)
+        refuse_divided_blocks([*self.shares.values()], state)
         step = self.step
         self._pour(state)
         while self.step < step:
@@ -621,19 +620,26 @@ def uses_feedback(about: dict[str, Any]) -> bool:
     return any(update.get("codec", {}).get("feedback") for update in about["updates"])
 
 
-def refuse_divided_blocks(
-    atoms: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any], state: LiveState
-) -> None:
-    """Raise ``RunMismatch`` where a border of ``state`` lies inside a block of quantised optimizer state.
+def refuse_divided_blocks(shares: Sequence[SnapshotShard], state: LiveState) -> None:
+    """Raise ``RunMismatch`` where quantised optimizer state cannot be divided as ``state`` is.
 
-    Args:
-        atoms: The tensor entries of a snapshot, by key.
-        values: The values of its optimizers that are no tensors, by parameter.
-        state: The state that they are to be loaded into.
+    Either a border lies inside a block, or only some of the writers quantised the state of a parameter.
     """
-    for atom in atoms.values():
-        name, elements = atom["name"], prod(atom["shape"])
-        if name in state.wholes and name in values:
-            whole = state.wholes[name]
-            if size := block_size(values[name], atom["slot"], elements, whole):
+    quantised: dict[str, set[frozenset[str]]] = {}
+    for share in shares:
+        values = share.progress.get("values", {})
+        for atom in share.atoms.values():
+            name = atom["name"]
+            if name not in state.wholes:
+                continue
+            whole, own = state.wholes[name], values.get(name, {})
+            if atom["slot"] == "param":
+                quantised.setdefault(name, set()).add(frozenset(quantised_in(own)))
+            elif size := block_size(own, atom["slot"], prod(atom["shape"]), whole):
                 blocks_of(name, whole, state.boxes[name], size)
+    for name, found in quantised.items():
+        if len(found) > 1:
+            raise RunMismatch(
+                f"the optimizer state of {name} was quantised by some ranks and kept in full by others, so it cannot be"
+                " divided otherwise. Resume with as many ranks as the run had."
+            )

@@ -20,12 +20,12 @@ from ..distributed import Ranks
 from ..errors import BadInput
 from ..optim.kinds import is_elementwise
 from ..quantities import shown
-from ..state.capture import aliases_of
+from ..state.capture import aliases_of, changes_of
 from ..state.layout.overlaps import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away
 from ..state.progress import UngivenSchedulers
-from .capture.mutation_check import TransientBuffers, changes_of
+from .capture.mutation_check import TransientBuffers
 from .capture.optimizer_attributes import OptimizerAttributes, StateCheck
 from .capture.optimizer_hooks import Update
 from .compression.codecs import Codec

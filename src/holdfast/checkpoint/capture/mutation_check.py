@@ -12,7 +12,6 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -20,12 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import nn
 
 from ...errors import BadInput
 from ...quantities import MiB
-from ...state.capture import storable
-from ...state.encoding import decode, encode
+from ...state.capture import changes_of, small_attributes, storable
+from ...state.encoding import decode
 from ...state.layout.regions import is_distributed
 from ...state.live_state import LiveState, local_held
 
@@ -37,9 +35,6 @@ HINT = 100
 
 MOST_TRANSIENT_BYTES = 16 * MiB
 """The most bytes of non-persistent buffers, together, that are copied in every step."""
-
-SMALL = 16
-"""The most elements of a tensor in an attribute of a module that is kept."""
 
 Kind = tuple[torch.dtype, torch.Size]
 Marks = tuple[list[int], list[int], list[int], list[Any]]
@@ -240,11 +235,6 @@ def _held(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) 
         return []
 
 
-def changes_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for a tensor of inference mode, which has no counter."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 class TransientBuffers:
     """The non-persistent buffers of the model of one training loop, which is ``alone`` if it has one process.
 
@@ -389,15 +379,3 @@ class TransientBuffers:
 
 def _above(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def small_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes that are numbers or small tensors, as JSON."""
-    found, buffers = {}, set(map(id, module._buffers.values()))  # another name of a buffer remains one
-    for name, value in vars(module).items():
-        is_number = type(value) in (bool, int, float)
-        is_small = type(value) is torch.Tensor and value.numel() <= SMALL and id(value) not in buffers
-        if name != "training" and (is_number or is_small):
-            with suppress(BadInput):  # a tensor of a kind that is not stored
-                found[name] = encode(value)
-    return found

@@ -15,10 +15,10 @@ from functools import partial
 
 from ...accelerators import devices_of, marks, new_stream, on_stream
 from ...quantities import MiB
+from ...state.capture import changes_of
 from ...state.live_state import Held
 from ...store.format.manifest import FileRef
 from ...store.format.payload_layout import CHECKSUM_BLOCK
-from ..capture.mutation_check import changes_of
 from ..log.recorder import InlineRecorder, Recorder, RecorderTask
 from .snapshot_chunks import SnapshotChunk
 from .snapshot_image import SnapshotImage

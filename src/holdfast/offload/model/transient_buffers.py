@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.capture.mutation_check import changes_of, small_attributes
 from ...quantities import MiB
-from ...state.capture import BufferPlace, storable
+from ...state.capture import BufferPlace, changes_of, small_attributes, storable
 from ...state.encoding import decode, encode
 
 MOST_BYTES = MiB // 4

@@ -209,7 +209,16 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "train.mlp_tokens",
         *(
             f"lora.{name}"
-            for name in ("rank", "alpha", "targets", "dora", "rslora", "modules_to_save", "bias")
+            for name in (
+                "rank",
+                "alpha",
+                "targets",
+                "rank_pattern",
+                "dora",
+                "rslora",
+                "modules_to_save",
+                "bias",
+            )
         ),
         *(f"quantization.{name}" for name in ("bits", "type", "double")),
     }

@@ -272,7 +272,7 @@ class AdapterConfig:
         ("all-linear",), 'layers by the ends of their names, like "q_proj"', fixed=True
     )
     rank_pattern: tuple[str, ...] = _key(
-        (), 'other ranks for some targets, like "down_proj=32"; with alpha "auto", alpha follows', fixed=True
+        (), 'ranks of some targets, like "down_proj=32"; "auto" alpha follows', fixed=True
     )
     dropout: float = _key(0.0, "probability, on what an adapter reads", stated=True)
     dora: bool = _key(False, "a trained magnitude for each output of a layer", fixed=True)

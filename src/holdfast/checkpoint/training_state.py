@@ -20,8 +20,7 @@ from ..distributed import Ranks
 from ..errors import BadInput
 from ..optim.kinds import is_elementwise
 from ..quantities import shown
-from ..state.capture import aliases_of
-from ..state.changes_in_place import changes_of
+from ..state.capture import aliases_of, changes_of
 from ..state.layout.overlaps import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away

@@ -22,8 +22,7 @@ import xxhash
 
 from ...errors import BadInput
 from ...quantities import MiB
-from ...state.capture import storable
-from ...state.changes_in_place import changes_of, small_attributes
+from ...state.capture import changes_of, small_attributes, storable
 from ...state.encoding import decode
 from ...state.layout.regions import is_distributed
 from ...state.live_state import LiveState, local_held

@@ -15,7 +15,7 @@ from functools import partial
 
 from ...accelerators import devices_of, marks, new_stream, on_stream
 from ...quantities import MiB
-from ...state.changes_in_place import changes_of
+from ...state.capture import changes_of
 from ...state.live_state import Held
 from ...store.format.manifest import FileRef
 from ...store.format.payload_layout import CHECKSUM_BLOCK

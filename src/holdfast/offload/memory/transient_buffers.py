@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ...quantities import MiB
-from ...state.capture import BufferPlace, storable
-from ...state.changes_in_place import changes_of, small_attributes
+from ...state.capture import BufferPlace, changes_of, small_attributes, storable
 from ...state.encoding import decode, encode
 
 MOST_BYTES = MiB // 4

@@ -48,7 +48,7 @@ DISTRIBUTION := --dist worksteal
 
 # What to run while working: minutes.
 test: install lint types
-	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
+	$(BIN)/pytest -n 3 $(DISTRIBUTION) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
 
 # All tests that CI runs but those beside other libraries and on a played device, from one pool: they are collected once, and
 # no core waits for the last test of a kind. Neighbouring tests go to one worker here too. Ranks and kills wait about half of

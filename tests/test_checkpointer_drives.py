@@ -127,6 +127,7 @@ def check_every_step(root, states, **options):
 # The bits, and where they are
 
 
+@pytest.mark.slow
 def test_every_step_of_a_run_over_drives_comes_back(tmp_path, rates):
     root, used = tmp_path / "run", [tmp_path / "one", tmp_path / "two"]
     rates |= {"one": 2e9}
@@ -172,6 +173,7 @@ def test_a_list_of_drives_is_measured_once_and_files_stay_where_they_are(tmp_pat
     assert [drive.share for drive in record_of(Disk(root))] == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.slow
 def test_frozen_files_are_named_again_where_they_are(tmp_path, rates):
     """Also by a run that takes another drive, and not by one that leaves theirs."""
     root, one, two = tmp_path / "run", tmp_path / "one", tmp_path / "two"
@@ -185,6 +187,7 @@ def test_frozen_files_are_named_again_where_they_are(tmp_path, rates):
     check_every_step(root, states)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_other_list_of_drives_and_leaves_former_ones_empty(tmp_path, rates):
     root, one, two = tmp_path / "run", tmp_path / "one", tmp_path / "two"
     states = train(root, 3)
@@ -209,6 +212,7 @@ def test_a_drive_stays_the_runs_while_its_records_are_needed(tmp_path, monkeypat
             assert loop.start == 8 and same(loop.state(), states[8])
 
 
+@pytest.mark.slow
 def test_what_is_on_drives_counts_for_the_cap(tmp_path, rates):
     root, used, cap = tmp_path / "run", [tmp_path / "one", tmp_path / "two"], 3_000_000
     with Loop(root, used, storage=cap) as loop:
@@ -244,6 +248,7 @@ def test_steps_without_records_lie_over_drives_too(tmp_path, rates):
 # One run for who reads it
 
 
+@pytest.mark.slow
 def test_whoever_verifies_compares_converts_or_begins_from_the_run_need_not_know(tmp_path, rates, capsys):
     root, used = tmp_path / "run", [tmp_path / "one"]
     states = train(root, 8, used, base_every=1000)
@@ -256,6 +261,7 @@ def test_whoever_verifies_compares_converts_or_begins_from_the_run_need_not_know
         assert loop.checkpointer.resume(source=f"{root}@6") == 6 and same(loop.state(), states[6])
 
 
+@pytest.mark.slow
 def test_the_run_is_compacted_and_pruned_where_it_is(tmp_path, rates):
     root, used = tmp_path / "run", [tmp_path / "one"]
     states = train(root, 8, used, base_every=1000)
@@ -272,6 +278,7 @@ def test_the_run_is_compacted_and_pruned_where_it_is(tmp_path, rates):
     assert verify(str(root), as_json=False)
 
 
+@pytest.mark.slow
 def test_the_copy_in_a_bucket_knows_of_no_drives(tmp_path, rates, bucket):
     from holdfast.store.object_store import place_of
 

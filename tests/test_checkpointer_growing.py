@@ -103,6 +103,7 @@ def recorded(root):
         return {step: len(json.dumps(r.about["progress"]["things"]["log"])) for step, r in records.items()}
 
 
+@pytest.mark.slow
 def test_records_do_not_grow_with_a_text_that_goes_on(tmp_path):
     texts = train(tmp_path, STEPS)
     sizes = recorded(tmp_path)
@@ -111,6 +112,7 @@ def test_records_do_not_grow_with_a_text_that_goes_on(tmp_path):
     come_back(tmp_path, texts)
 
 
+@pytest.mark.slow
 def test_every_step_has_all_after_every_resume(tmp_path):
     texts = {}
     for steps in (9, 14, 20):

@@ -522,6 +522,7 @@ def test_tensors_in_also_that_every_record_has_are_told_once_and_counted_as_memo
         assert done == 5 and torch.equal(large.held[0]["ema"], held[0]["ema"])
 
 
+@pytest.mark.slow
 def test_text_in_a_state_and_tensors_of_a_loader_are_not_told_of(tmp_path):
     model, log, loader = nn.Linear(3, 3), Holding("x" * 20_000_000), Holding(torch.zeros(600_000))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

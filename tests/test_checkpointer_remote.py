@@ -87,6 +87,7 @@ def test_what_the_run_does_not_keep_goes_from_the_copy_too(tmp_path, bucket):
     assert RunReader(bucket).commits() == RunReader(tmp_path / "run").commits()
 
 
+@pytest.mark.slow
 def test_a_base_that_was_made_again_is_copied_again(tmp_path, bucket):
     loop, checkpointer = begin(tmp_path / "run", bucket)
     with checkpointer:

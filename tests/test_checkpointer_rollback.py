@@ -463,6 +463,7 @@ def train(trained, faults, steps):
 
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.slow
 def test_twenty_of_twenty_faults_are_undone(tmp_path, optimizer):
     """Those in a gradient that was judged already show in the next loss, so with SGD alone: Adam bounds updates."""
     make_optimizer = {

@@ -111,6 +111,7 @@ def test_models_of_transformers_are_near_to_what_they_compute_whole():
         assert torch.allclose(found.grad, expected.grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_predicted_memory_of_a_block_no_longer_grows_by_its_mlp():
     def workspace(context, tokens=0):
         config = replace(decoder().config, width=64, hidden=1024, context=context, blocks=2)

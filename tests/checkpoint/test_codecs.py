@@ -501,6 +501,7 @@ def test_the_record_of_one_in_a_hundred_is_a_hundredth_of_the_state_and_a_half_a
     assert sizes[2] < 0.6 * sizes[1]  # a gradient that is None takes nothing
 
 
+@pytest.mark.slow
 def test_eight_bits_take_a_quarter_and_the_compressed_record_less_than_the_dense(tmp_path):
     sizes = {
         name: record_bytes(tmp_path / name, codec, 1)[0][1]
@@ -572,6 +573,7 @@ def test_what_is_no_codec_is_refused_with_nothing_written(tmp_path):
 # Steps that change no residual
 
 
+@pytest.mark.slow
 def test_after_a_step_that_was_skipped_the_residuals_of_the_base_are_those_of_the_step(tmp_path):
     states, _ = uninterrupted(tmp_path / "whole", TopK(0.2), "scaler")
     loop, checkpointer = start(tmp_path / "run", TopK(0.2), "scaler")

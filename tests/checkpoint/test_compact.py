@@ -76,6 +76,7 @@ def test_of_bases_whose_units_are_of_several_steps_one_of_one_step_is_made(tmp_p
         assert same(resumed(tmp_path, ADAMW, "batchnorm", step)[1], states[step])
 
 
+@pytest.mark.slow
 def test_without_a_step_nothing_is_dropped(tmp_path):
     states = trained(tmp_path, ADAMW)
     assert not compact(tmp_path, None).dropped

@@ -200,6 +200,7 @@ def switching(monkeypatch):
 
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("feature", ["ema", "batchnorm", "scaler"])
+@pytest.mark.slow
 def test_across_every_change_the_newest_durable_step_comes_back_bit_for_bit(tmp_path, switching, feature):
     last = 4 * ROUND
     states, losses = reference(last + 4, feature)

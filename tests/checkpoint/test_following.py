@@ -108,6 +108,7 @@ def followed(run, steps, **where):
     return first, standby
 
 
+@pytest.mark.slow
 def test_state_follows_and_a_takeover_loads_nothing(tmp_path):
     first, standby = followed(tmp_path / "run", 3)
     assert standby.job.equals(first)
@@ -158,6 +159,7 @@ def test_state_of_another_line_is_loaded_again(tmp_path, monkeypatch, change):
     job.ckpt.close()
 
 
+@pytest.mark.slow
 def test_follower_goes_on_from_a_newer_base(tmp_path):
     first, standby = followed(tmp_path / "run", 2)
     with torch.no_grad():

@@ -144,6 +144,7 @@ def begin_each():
     return model, [Holding(layer.parameters(), keeps) for layer, keeps in zip(model, KEEPS, strict=True)]
 
 
+@pytest.mark.slow
 def test_own_state_of_optimizers_comes_back(tmp_path, recwarn):
     """From a base in the midst of the run and the records after it, twice, after kills."""
 

@@ -83,6 +83,7 @@ def test_no_two_timelines_have_one_number(tmp_path):
 
 
 @pytest.mark.parametrize("harm", [flip, remove])
+@pytest.mark.slow
 def test_the_index_of_a_base_is_of_that_base_alone(tmp_path, harm):
     states, _ = reference(60)
     trained(tmp_path, 60, base_every=10)

@@ -70,6 +70,7 @@ def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature)
 
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", ["apollo", "grass", "8bit"])
+@pytest.mark.slow
 def test_lossy_gradients_come_back_too(tmp_path, small_units, name):
     states = trained(tmp_path, OPTIMIZERS[name], "", codec=TopK(0.3), base_every=9, keep=Keep(9))
     for step, state in states.items():

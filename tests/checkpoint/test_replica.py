@@ -1029,6 +1029,7 @@ def test_snapshot_of_grown_state_keeps_memory_cap(tmp_path, monkeypatch):
         assert len(backend.replica.pool.slots) == 2
 
 
+@pytest.mark.slow
 def test_bases_of_a_replica_name_frozen_files_again(tmp_path):
     """A frozen parameter that the script changes is handed over, and in the base that follows."""
     loop, checkpointer = start(tmp_path, "frozen", keep=Keep(99))

@@ -31,6 +31,7 @@ def go_on(loop, checkpointer, steps):
 
 
 @pytest.mark.parametrize("feature", ["batchnorm", "frozen"])
+@pytest.mark.slow
 def test_a_bad_loss_sends_trainer_and_replica_to_a_base(tmp_path, feature):
     states = states_of(feature)
     loop, checkpointer = trained(tmp_path, feature, 7, saved=(2, 4, 6))

@@ -76,6 +76,7 @@ def run(tmp_path_factory, made, train, llama):
     return made["run"]
 
 
+@pytest.mark.slow
 def test_adapters_resume_and_are_written_as_peft_loads_them(tmp_path, run, train, holdfast, llama):
     result = train(tmp_path / "whole", llama, 3, *LORA)
     said = "LoRA of rank 4 (2 on 1.mlp.up_proj, 6 on v_proj) on q_proj, v_proj, up_proj; all else is frozen"

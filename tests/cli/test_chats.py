@@ -121,6 +121,7 @@ def test_model_that_mixes_samples_gets_sorted_ones(tmp_path, holdfast, folder, c
     assert "packed" not in result.out and 'packing = "lengths"' in (run / "config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_run_that_stops_before_its_model_was_asked_asks_again(tmp_path, holdfast, folder, chats, monkeypatch):
     """Where it begins to pack when it is continued: otherwise the samples of a row would be mixed without a word."""
     run, on = tmp_path / "run", "data.packing=on"

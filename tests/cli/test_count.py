@@ -46,6 +46,7 @@ def chooses(monkeypatch):
     return choose
 
 
+@pytest.mark.slow
 def test_auto_is_chosen_for_the_machine(tmp_path, train):
     result = train("run")
     assert (result.code, result.err) == (0, "")
@@ -57,6 +58,7 @@ def test_auto_is_chosen_for_the_machine(tmp_path, train):
     assert f"Chosen: {count} micro-batch" in result.out and f"of 2, {2 * count} samples a step" in result.out
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_number(tmp_path, train, chooses, holdfast):
     """Bits are those of a run to which the number was given."""
     chooses(3)
@@ -70,6 +72,7 @@ def test_a_resume_keeps_the_number(tmp_path, train, chooses, holdfast):
     assert "Changed from here on: train.steps 3 -> 4, train.micro_batches 3 -> 5." in changed.out
 
 
+@pytest.mark.slow
 def test_a_lost_number_is_not_chosen_again(tmp_path, train, chooses):
     chooses(3)
     assert train("run", train__steps=1).code == 0

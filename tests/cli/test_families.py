@@ -93,6 +93,7 @@ def from_folder(name, folder, run):
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.slow
 def test_family_has_the_bits_of_a_plain_loop(in_memory, kill_at, holdfast, name):
     folder, memory, meta, out = (in_memory / each for each in ("folder", "memory", "meta", "out"))
     model = build(name)

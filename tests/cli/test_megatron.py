@@ -33,6 +33,7 @@ def test_it_is_shown_with_its_step_and_its_command_line(saved, holdfast):
     assert told["step"] == 7 and told["progress"]["extra"]["args"]["num_layers"] == 4
 
 
+@pytest.mark.slow
 def test_two_parallelisms_of_one_state_do_not_differ(saved, tmp_path, holdfast):
     a, b, _ = saved
     assert holdfast("diff", a, b).code == 0

@@ -94,6 +94,7 @@ def test_packed_weights_of_something_else_are_made_again(tmp_path, changed):
     assert (ours / "config.json").read_bytes() == (tmp_path / "fresh/config.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_failed_start_leaves_no_base_of_other_settings(tmp_path, train):
     """The plan that does not fit is refused when the base is packed already."""
     folder, run = write_folder(tmp_path / "folder"), tmp_path / "run"

@@ -48,6 +48,7 @@ def began(model, run, source):
     return offloaded(model, run, library.From(str(source), cast=True))
 
 
+@pytest.mark.slow
 def test_verify_and_show_name_a_folder_that_changed(holdfast, run):
     folder = run.parent / "folder"
     assert holdfast("verify", run).out.startswith(f"{run}@2 is whole")
@@ -67,6 +68,7 @@ def test_verify_and_show_name_a_folder_that_changed(holdfast, run):
     assert not (run.parent / "out.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_exports_have_the_weights_of_the_folder(holdfast, run):
     out = run.parent / "out.safetensors"
     assert holdfast("convert", run, out, "--to", "safetensors").code == 0
@@ -86,6 +88,7 @@ def test_a_pruned_run_leaves_the_folder_as_it_is(holdfast, run):
     assert holdfast("verify", run).code == 0
 
 
+@pytest.mark.slow
 def test_a_copy_in_a_bucket_needs_no_folder(holdfast, run, bucket):
     assert holdfast("push", run, bucket).code == 0
     out, weights = run.parent / "out.safetensors", weights_of(run)

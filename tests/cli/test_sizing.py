@@ -65,6 +65,7 @@ def smallest(monkeypatch):
 
 
 @pytest.mark.usefixtures("smallest")
+@pytest.mark.slow
 def test_default_job_ends_and_talks(tmp_path, text, holdfast, monkeypatch):
     """Started again, also with more steps, it has the size that it recorded."""
     run = tmp_path / "run"
@@ -110,6 +111,7 @@ def test_given_sizes_are_not_measured(tmp_path, text, holdfast):
 @pytest.mark.parametrize(
     ("failpoint", "measured_again"), [("after_manifest_sync", True), ("after_directory_sync", False)]
 )
+@pytest.mark.slow
 def test_kill_around_first_commit_continues(
     tmp_path, text, holdfast, monkeypatch, kill_at, failpoint, measured_again
 ):

@@ -151,6 +151,7 @@ def test_any_region_is_read_and_no_more_archives_are_opened_than_it_lies_in(save
     assert len(opened) == of_values + 4
 
 
+@pytest.mark.slow
 def test_a_thousand_entries_are_not_compared_with_each_other(tmp_path, monkeypatch):
     dcp.save({f"w.{i}": torch.zeros(1) for i in range(1000)}, checkpoint_id=tmp_path / "x", no_dist=True)
     compared = []

@@ -50,6 +50,7 @@ def small_windows(monkeypatch):
 
 @settings(deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_any_box_of_any_flat_or_permuted_layout_is_what_numpy_slices(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 17), max_size=4)))
     axes = data.draw(st.permutations(range(len(shape))))

@@ -235,6 +235,7 @@ def llama(seed):
 
 
 @pytest.mark.parametrize("optimizer", ["fully_sharded_model_space", "fully_sharded_bucket_space"])
+@pytest.mark.slow
 def test_a_hugging_face_model_goes_on_from_it_by_a_pack_of_rules(tmp_path, optimizer):
     slots = {slot: llama(seed) for seed, slot in enumerate(("param", "exp_avg", "exp_avg_sq"))}
     masters, *others = (of_llama(model) for model in slots.values())

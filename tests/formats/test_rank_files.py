@@ -204,6 +204,7 @@ def damages(folder, draw):
     return path, bytes(data)
 
 
+@pytest.mark.slow
 def test_damaged_and_misnamed_files_are_never_another_state(saved, tmp_path):
     """Refused, or, where a bit means nothing (padding, a date), the same state."""
     draw, refused, count = random.Random(7), 0, 70 if CAMPAIGN else 26

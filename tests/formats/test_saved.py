@@ -425,6 +425,7 @@ def test_what_is_neither_is_kept_beside(tmp_path, monkeypatch):
     assert extra["args.raw"] == b"\0x" and extra["args.rng"] == (1, (2, 3)) and extra["list.0.a"] == 1
 
 
+@pytest.mark.slow
 def test_the_tools_know_them(tmp_path):
     torch.save(FORMS["nanoGPT"](*trained(by_dimension)), tmp_path / "ckpt.pt")
     path, run = str(tmp_path / "ckpt.pt"), CliRunner()

@@ -165,6 +165,7 @@ def test_a_file_of_another_step_is_refused(of_gpt2, tmp_path, name):
         open_source(folder)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_never_another_state(of_gpt2, tmp_path):
     """30 files cut short or with a flipped bit, of those that torch.save wrote."""
     draw, whole = random.Random(3), None

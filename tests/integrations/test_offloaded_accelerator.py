@@ -141,6 +141,7 @@ def test_a_rate_set_after_clipping_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each != "evaluated")) for each in INTERRUPTS]
 )
+@pytest.mark.slow
 def test_interrupted_again_and_again_it_ends_the_same(tmp_path, kind):
     whole = train(out_of_core(tmp_path / "whole"), **KINDS[kind])
     for number, step in enumerate(INTERRUPTS[kind]):
@@ -162,6 +163,7 @@ def test_interrupted_again_and_again_it_ends_the_same(tmp_path, kind):
     assert len(rest.norms) == 8 - (step - 1)
 
 
+@pytest.mark.slow
 def test_a_loop_that_an_error_leaves_goes_on_amid_its_pass(tmp_path):
     """Its script ends the training all the same, as in ``finally``."""
     begun = []

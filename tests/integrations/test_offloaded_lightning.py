@@ -116,6 +116,7 @@ def ended(trainer, module):
     "options",
     [{}, pytest.param({"gradient_clip_val": None, "limit_train_batches": 7}, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, options):
     plain, theirs, expected = fit(tmp_path, **options)
     torch.manual_seed(7)
@@ -144,6 +145,7 @@ def test_a_rate_set_by_a_hook_is_that_of_the_step(tmp_path):
     assert [loss for loss, *_ in told] == pytest.approx([loss for loss, *_ in expected], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     _, module, _ = out_of_core(tmp_path, samples=18, shuffle=False)
     net = model()
@@ -158,6 +160,7 @@ def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     assert digest(dict(module.net.state_dict())) == digest(dict(net.state_dict()))
 
 
+@pytest.mark.slow
 def test_interrupted_again_and_again_it_ends_the_same(tmp_path):
     options = {"noise": True, "val_check_interval": 3}
     trainer, module, whole = out_of_core(tmp_path / "whole", **options)

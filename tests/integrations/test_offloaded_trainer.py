@@ -58,6 +58,7 @@ BEST = {"save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": Tru
     ],
     ids=["evaluated", "unclipped"],
 )
+@pytest.mark.slow
 def test_the_log_is_that_of_the_unmodified_trainer(tmp_path, options, more):
     plain, trainer = (
         make(Trainer, tmp_path / "a", **options),
@@ -75,6 +76,7 @@ def test_the_log_is_that_of_the_unmodified_trainer(tmp_path, options, more):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     """In the order of the samples, without a shuffle."""
     options = {"train_sampling_strategy": "sequential", "num_train_epochs": 1}
@@ -261,6 +263,7 @@ def script(root, kind, *callbacks):
 @pytest.mark.parametrize(
     "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each != "evaluated")) for each in INTERRUPTS]
 )
+@pytest.mark.slow
 def test_interrupted_again_and_again_it_ends_the_same(tmp_path, kind):
     """No step that is durable is computed again."""
     whole = script(tmp_path / "whole", kind)
@@ -317,6 +320,7 @@ class Means(Trainer):
 
 
 @pytest.mark.parametrize("kind", [Trainer, Means])
+@pytest.mark.slow
 def test_batches_left_at_the_end_of_a_stream_are_of_the_next_step(tmp_path, kind):
     """Three steps of three micro-batches, and two more, whose gradients the trainer carries into its next pass."""
     options = {"max_steps": 5, "train_dataset": Stream()}

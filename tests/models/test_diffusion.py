@@ -166,6 +166,7 @@ def steps(name, engine, stop=STEPS):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_diffusion_transformer_has_the_bits_of_a_plain_loop(tmp_path, kill_at, name):
     losses, expected, model = plain_loop(name)
     engine = opened(name, tmp_path / "run")

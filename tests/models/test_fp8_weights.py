@@ -74,6 +74,7 @@ def resident_loop(folder, begun, steps=STEPS, **options):
     ],
     ids=["fp32 scales", "one scale", "bf16 scales", "powers of two"],
 )
+@pytest.mark.slow
 def test_adapters_equal_peft_on_the_unpacked_base_and_resume(tmp_path, make, options, placement):
     folder = as_fp8(write_folder(tmp_path / "plain", make), tmp_path / "folder", **options)
     losses, begun = train(folder, tmp_path / "run", range(2), placement=placement)
@@ -135,6 +136,7 @@ def test_packed_weights_and_scales_keep_their_bytes_and_the_rest_its_dtype(tmp_p
         assert differing(found, {key: value}) == []
 
 
+@pytest.mark.slow
 def test_a_base_in_fp8_is_read_as_such(tmp_path):
     """One and a half passes read a byte of each weight, and its scales."""
     sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 2}

@@ -105,6 +105,7 @@ def resident(folder):
 @pytest.mark.parametrize(
     ("group", "options"), [(None, {}), (8, {"use_dora": True})], ids=["rows", "groups, dora"]
 )
+@pytest.mark.slow
 def test_adapters_equal_peft_on_the_same_layers_and_resume(tmp_path, group, options):
     folder = as_int8(write_folder(tmp_path / "plain"), tmp_path / "folder", group)
     losses, begun = train(folder, tmp_path / "run", range(2), **options)

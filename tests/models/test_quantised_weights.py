@@ -47,6 +47,7 @@ def micro_batches():
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("make", [tiny_folders.llama, tiny_folders.qwen3, tiny_folders.llama_tied])
 @pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.slow
 def test_a_quantised_folder_trains_adapters_that_peft_loads(tmp_path, kind, make):
     folder = write_quantised(tmp_path, kind, make)
     losses = []
@@ -75,6 +76,7 @@ def test_a_quantised_folder_trains_adapters_that_peft_loads(tmp_path, kind, make
     assert float(loss) == pytest.approx(found, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_packed_weights_keep_their_bytes_and_the_rest_its_dtype(tmp_path):
     folder = write_quantised(tmp_path, "nf4")
     _, engine = opened(folder, tmp_path / "run")
@@ -91,6 +93,7 @@ def test_packed_weights_keep_their_bytes_and_the_rest_its_dtype(tmp_path):
         assert found.shape == tuple(value.shape)
 
 
+@pytest.mark.slow
 def test_numbers_of_the_run_count_and_not_those_of_the_folder(tmp_path):
     """A folder that was replaced by another one of the same shapes changes nothing in a run that has begun."""
     losses = []
@@ -110,6 +113,7 @@ def test_numbers_of_the_run_count_and_not_those_of_the_folder(tmp_path):
     assert losses[:2] == losses[2:]
 
 
+@pytest.mark.slow
 def test_what_unpacks_a_weight_is_missed_by_name(tmp_path):
     folder = write_quantised(tmp_path, "nf4")
     path = folder / "model.safetensors"
@@ -162,6 +166,7 @@ def test_names_of_what_unpacks():
     assert not unpacks_weight("conv.parametrizations.weight.original0")
 
 
+@pytest.mark.slow
 def test_a_model_of_a_folder_is_trained_again_after_its_run_was_closed(tmp_path):
     model, weights = holdfast.pretrained(write_quantised(tmp_path, "nf4"))
     model = adapted(model)

@@ -403,6 +403,7 @@ def wide_decoder():
 
 
 @pytest.mark.parametrize("make", [wide_llama, wide_decoder])
+@pytest.mark.slow
 def test_predicted_memory_of_the_head_is_flat_in_tokens(make, monkeypatch):
     """Beyond the activations of a block and two hidden states, of 64 bytes each, for each token."""
     model, names = make()

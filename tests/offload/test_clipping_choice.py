@@ -73,6 +73,7 @@ def test_ways_are_chosen_unless_one_is_given(tmp_path):
         assert engine._rules.clipping == "auto"
 
 
+@pytest.mark.slow
 def test_a_budget_without_room_for_guesses_waits_for_the_norm(tmp_path, monkeypatch):
     monkeypatch.setattr(step_planning, "process_bytes", lambda: 400 * MiB)
     options = {"clip_norm": 1e6, "sample": batches(0, 1)[0], "micro_batches": 2, "optimizer_on_host": 0.0}

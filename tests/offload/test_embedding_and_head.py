@@ -58,6 +58,7 @@ def offloaded(model, directory, **options):
 # Going on
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_them_streamed_and_resident_by_turns(tmp_path, tiles):
     """Where nothing is given, they stay as the run has them."""
     expected = losses_of(decoder(blocks=3), tmp_path / "plain", range(6), embedding_and_head="resident")
@@ -204,6 +205,7 @@ def test_columns_of_an_embedding_have_the_bits_of_its_gradient(tiles, options, d
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, request, options):
     found, options = {}, {**options}
     chunked = options.pop("chunked", False)
@@ -225,6 +227,7 @@ def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, request, opti
 # Which they are
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_tied_embedding_streamed_and_resident_by_turns(tmp_path):
     def trained(way, directory, steps):
         with offloaded(llama(tie_word_embeddings=True), directory, embedding_and_head=way) as engine:
@@ -256,6 +259,7 @@ def test_an_evaluation_that_fails_in_a_tied_head_leaves_nothing_behind(tmp_path)
         engine.step(of_transformers(0))
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_that_is_frozen_is_used_at_both_ends(tmp_path):
     for way in KINDS:
         model = llama(tie_word_embeddings=True)
@@ -326,6 +330,7 @@ def test_small_ones_stay():
 # What is chosen
 
 
+@pytest.mark.slow
 def test_a_budget_that_could_not_be_kept_to_otherwise_streams_them(tmp_path, monkeypatch):
     monkeypatch.setattr(step_planning, "process_bytes", lambda: 100 * MiB)  # it grows from engine to engine
 

@@ -190,6 +190,7 @@ def test_another_optimizer_or_other_groups_are_refused(tmp_path):
         offload(model, tmp_path, optimizer=torch.optim.Adam(model.parameters()))
 
 
+@pytest.mark.slow
 def test_commits_at_every_second_step_go_on_after_a_damaged_one(tmp_path):
     with offload(decoder(), tmp_path, commit_every=2) as engine:
         for step in range(4):

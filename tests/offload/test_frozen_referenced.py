@@ -72,6 +72,7 @@ def bytes_of(directory):
 
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("placement", [{}, {"params_on_host": 1.0}, {"activations_on_host": 0.0}])
+@pytest.mark.slow
 def test_bits_are_those_of_a_copy(in_memory, made, copied, placement):
     there = holdfast.Placement(**placement)
     losses = train(made, in_memory / "run", range(2), placement=there)[0]
@@ -128,6 +129,7 @@ def remove_shard(folder):
 @pytest.mark.parametrize(
     ("change", "error"), [(changed_byte, ChunkCorrupt), (cut_short, FileMissing), (remove_shard, FileMissing)]
 )
+@pytest.mark.slow
 def test_a_changed_folder_is_refused_with_nothing_written(in_memory, folder, made, copied, change, error):
     run = in_memory / "run"
     train(folder, run, range(2))
@@ -159,6 +161,7 @@ def test_a_change_during_training_fails_the_pass(in_memory, folder):
             engine.step(micro_batches(step))
 
 
+@pytest.mark.slow
 def test_a_lost_folder_makes_no_commit(in_memory, folder, copied):
     """The files are still open, so passes go on, but no step is published that could not be resumed."""
     with pytest.raises(FileMissing, match=r"cannot be read"), opened(folder, in_memory / "run") as engine:
@@ -171,6 +174,7 @@ def test_a_lost_folder_makes_no_commit(in_memory, folder, copied):
     assert losses == copied.losses[1:STEPS]
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_a_reference_to_a_copy_and_back(in_memory, made, copied):
     folder, run = made, in_memory / "run"
     losses = train(folder, run, range(1))[0]
@@ -186,6 +190,7 @@ def test_a_run_goes_from_a_reference_to_a_copy_and_back(in_memory, made, copied)
     assert not list(run.rglob("*.frozen*.safetensors")) and bytes_of(run) < copied.bytes / 4
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_where_the_run_has_a_copy(in_memory, folder):
     run = in_memory / "run"
     train(folder, run, range(1), reference=False)
@@ -195,6 +200,7 @@ def test_another_base_is_refused_where_the_run_has_a_copy(in_memory, folder):
     assert train(folder, run, range(1, 2), reference=False)[0]
 
 
+@pytest.mark.slow
 def test_a_run_with_references_goes_on_without_a_source(in_memory, made, copied):
     run = in_memory / "run"
     train(made, run, range(2))
@@ -204,6 +210,7 @@ def test_a_run_with_references_goes_on_without_a_source(in_memory, made, copied)
     assert len(referenced(run)) == 4
 
 
+@pytest.mark.slow
 def test_streamed_embedding_and_head_are_read_from_the_folder_too(in_memory):
     folder, run = folder_of(in_memory / "folder", tiny_folders.llama), in_memory / "run"
     copied = train(folder, in_memory / "copied", range(3), reference=False)
@@ -218,6 +225,7 @@ def test_streamed_embedding_and_head_are_read_from_the_folder_too(in_memory):
 
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.slow
 def test_other_dtypes_are_read_as_they_lie(in_memory, dtype):
     """In fp32 and fp16 the compute copy is in the scratch, and the frozen file is read when a run begins."""
     folder = folder_of(in_memory / "folder", dtype=dtype)
@@ -227,6 +235,7 @@ def test_other_dtypes_are_read_as_they_lie(in_memory, dtype):
     assert len(referenced(in_memory / "run")) == 4
 
 
+@pytest.mark.slow
 def test_experts_that_are_stored_one_by_one_are_copied(in_memory):
     folder = folder_of(in_memory / "folder", tiny_folders.mixtral)
     copied = train(folder, in_memory / "copied", range(2), reference=False)
@@ -238,6 +247,7 @@ def test_experts_that_are_stored_one_by_one_are_copied(in_memory):
 
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind", ["nf4", "fp8", "int8"])
+@pytest.mark.slow
 def test_packed_weights_are_read_from_the_folder(in_memory, kind):
     if kind != "fp8":
         pytest.importorskip("bitsandbytes")
@@ -272,6 +282,7 @@ def test_a_refused_beginning_leaves_no_reference_behind(in_memory, made):
     assert calls and not list(run.rglob("*.reference*"))
 
 
+@pytest.mark.slow
 def test_references_of_an_interrupted_beginning_are_used_or_removed(in_memory, made, copied):
     run = in_memory / "run"
     train(made, in_memory / "other", range(1))
@@ -292,6 +303,7 @@ def test_a_folder_of_links_is_read_through_them(in_memory, made, copied):
     assert train(folder, in_memory / "run", range(2))[0] == copied.losses[:2]
 
 
+@pytest.mark.slow
 def test_a_damaged_reference_is_put_right_by_a_resume_with_its_folder(in_memory, made, copied):
     folder, run = made, in_memory / "run"
     train(folder, run, range(1))
@@ -303,6 +315,7 @@ def test_a_damaged_reference_is_put_right_by_a_resume_with_its_folder(in_memory,
     assert LocalStore.read(run, direct=False).newest_whole()[1] == []
 
 
+@pytest.mark.slow
 def test_another_base_leaves_the_reference_of_older_commits(in_memory, folder):
     run = in_memory / "run"
     train(folder, run, range(1))
@@ -317,6 +330,7 @@ def test_another_base_leaves_the_reference_of_older_commits(in_memory, folder):
     assert oldest.referenced and reader.verify(oldest) == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_was_moved_may_copy_it_from_there(in_memory, folder, copied):
     run = in_memory / "run"
     train(folder, run, range(1))

@@ -42,6 +42,7 @@ def frozen_files(directory):
 
 
 @pytest.mark.parametrize("placement", [{}, {"params_on_host": 1.0}, {"activations_on_host": 0.0}])
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_dtype_in_which_frozen_parameters_lie(tmp_path, placement):
     there = holdfast.Placement(**placement)
     wide = train(tmp_path / "wide", rounded(torch.float32), range(STEPS), placement=there)
@@ -62,6 +63,7 @@ def test_a_frozen_parameter_takes_two_bytes_on_the_ssd_and_two_of_a_pass(tmp_pat
     assert engine.last["read_bytes"] == engine.preflight.read_bytes_per_step
 
 
+@pytest.mark.slow
 def test_a_run_with_frozen_parameters_in_fp32_goes_on_in_their_own_dtype_and_back(tmp_path):
     losses, values, _ = train(tmp_path / "whole", rounded(), range(STEPS))
     found = train(tmp_path / "run", rounded(torch.float32), range(1))[0]
@@ -74,6 +76,7 @@ def test_a_run_with_frozen_parameters_in_fp32_goes_on_in_their_own_dtype_and_bac
     assert all(a > b for a, b in zip((file.bytes for file in frozen_files(tmp_path / "run")), narrow))
 
 
+@pytest.mark.slow
 def test_values_that_the_models_dtype_does_not_hold_are_refused(tmp_path):
     model = rounded(torch.float32)
     with torch.no_grad():

@@ -104,6 +104,7 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
     assert written < frozen / 5
 
 
+@pytest.mark.slow
 def test_the_base_lies_in_the_run_as_in_its_folder(tmp_path):
     """A folder in bf16 takes two bytes a parameter, on the first day and after a resume, for the same bits."""
     made, losses = {}, {}

@@ -52,6 +52,7 @@ def quantised(model, base):
 
 
 @pytest.mark.parametrize("base", ["bf16", "fp8", "int8", "nf4"])
+@pytest.mark.slow
 def test_planned_bytes_are_those_of_the_engine(base):
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.LlamaForCausalLM(config).bfloat16()

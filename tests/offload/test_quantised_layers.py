@@ -151,6 +151,7 @@ def test_a_weight_that_is_set_anew_closes_the_layer():
 
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_adapters_equal_peft_on_the_resident_base_and_resume(tmp_path, kind):
     expected = resident_loop(adapted(load(tmp_path / "folder", kind)))
     for steps in (range(2), range(2, STEPS)):
@@ -194,6 +195,7 @@ def test_a_layer_that_is_used_outside_of_its_block_is_refused(tmp_path, kind):
     assert seen == [(packed, "cpu")] * 2
 
 
+@pytest.mark.slow
 def test_dora_equals_peft_on_the_resident_base(tmp_path):
     """DoRA unpacks the weight itself, and puts it back."""
     options = {"use_dora": True, "init_lora_weights": True}
@@ -202,6 +204,7 @@ def test_dora_equals_peft_on_the_resident_base(tmp_path):
     assert differing(stored(tmp_path / "run"), expected) == []
 
 
+@pytest.mark.slow
 def test_a_base_of_4_bits_is_read_as_such(tmp_path):
     """Two passes read half a byte and the scales each: at most 1.1 bytes a weight and step."""
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -224,6 +227,7 @@ def test_a_base_of_4_bits_is_read_as_such(tmp_path):
     assert passes * 0.5 * weights < read["load_params"] < passes * (0.55 * weights + adapters)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_computes_with_its_own_base(tmp_path):
     """A run that is given another base of the same shapes later goes on with what it has."""
     kind = "nf4 with quantised scales"
@@ -241,6 +245,7 @@ def test_a_resumed_run_computes_with_its_own_base(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_memory_of_packed_layers_is_predicted(tmp_path):
     """The largest weight is unpacked for a moment, so it counts."""
     for kind in ("nf4", "int8"):

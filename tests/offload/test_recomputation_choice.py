@@ -85,6 +85,7 @@ def test_larger_micro_batches_are_measured_first(tmp_path):
     assert told(tmp_path) == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_no_more_is_kept_than_fits(tmp_path, monkeypatch):
     """Each block that is kept takes its compute copy, and its graph for every micro-batch."""
     with engine_of(tmp_path / "ample") as engine:

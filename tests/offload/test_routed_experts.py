@@ -71,6 +71,7 @@ def test_a_killed_run_goes_on(tmp_path, plain):
     assert differing(stored(tmp_path), plain[1]) == []
 
 
+@pytest.mark.slow
 def test_experts_leave_their_blocks_and_come_back_at_a_resume(tmp_path, plain):
     losses = []
     for step, slots in enumerate([None, 2, None, 5]):

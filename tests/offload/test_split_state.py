@@ -111,6 +111,7 @@ def keys_of(directory):
 
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_no_bit_depends_on_where_the_compute_copy_is(tmp_path, whole_masters, way):
     losses = train(tmp_path / "split", range(STEPS), **WAYS[way])
     whole_masters(True)
@@ -141,6 +142,7 @@ def eight_bits(model, master_bits=24):
     return AdamW8bit(model.parameters(), lr=1e-2, master_bits=master_bits)
 
 
+@pytest.mark.slow
 def test_masters_of_24_bits_take_one_byte_beside_the_compute_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(work, "TILE_BYTES", 128 * MiB)
     sizes, everything = {}, holdfast.Placement(recomputed_fraction=1.0)
@@ -170,6 +172,7 @@ def test_masters_of_24_bits_take_one_byte_beside_the_compute_copy(tmp_path, monk
     assert differing(stored(tmp_path / "24"), read_atoms(tmp_path / "24")) == []
 
 
+@pytest.mark.slow
 def test_values_are_rounded_to_24_bits_when_a_run_begins_and_when_it_changes_to_them(tmp_path):
     def masters(model):
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -195,6 +198,7 @@ def test_values_are_rounded_to_24_bits_when_a_run_begins_and_when_it_changes_to_
     assert differing(rounded(before), {name: after[name] for name in in_blocks}) == []
 
 
+@pytest.mark.slow
 def test_24_bits_do_not_depend_on_what_is_in_parts(tmp_path, monkeypatch, whole_masters):
     """The embedding and the head are whole where they stay on the device, and in parts where they are streamed."""
     monkeypatch.setattr(import_module("holdfast.offload.model.blocks"), "LEAST_STREAMED", 0.0)
@@ -227,6 +231,7 @@ def test_a_run_keeps_the_bits_of_its_masters(tmp_path):
 
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("way", ["ssd", "host"])
+@pytest.mark.slow
 def test_a_run_with_whole_masters_goes_on_and_back(tmp_path, whole_masters, way):
     expected, found = train(tmp_path / "split", range(STEPS), **WAYS[way]), []
     for whole, steps in ((True, range(1)), (False, range(1, 3)), (True, range(3, STEPS))):

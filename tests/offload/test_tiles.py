@@ -91,6 +91,7 @@ def tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [in_bytes, whole_matrices])
+@pytest.mark.slow
 def test_other_optimizers_have_their_bits_in_tiles(tmp_path, tiles, make):
     tiles(100 * KiB)
     losses, states = plain_loop(make)
@@ -100,6 +101,7 @@ def test_other_optimizers_have_their_bits_in_tiles(tmp_path, tiles, make):
     assert differing(read_atoms(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_tiles_of_another_size(tmp_path, tiles, monkeypatch):
     """And with the state outside of the blocks on the SSD, and in memory again."""
     losses, states = plain_loop(fused_adamw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import holdfast
@@ -32,6 +33,7 @@ def joined(model):
     return Joined(*members, torch.optim.AdamW([*matrices, *rest], fused=True))
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_torch_has_the_bits_of_a_plain_loop(tmp_path):
     """All in one model, and after a resume. RAdam changes its mind after five steps."""
     model = decoder(blocks=BLOCKS)

@@ -240,6 +240,7 @@ def test_of_an_encoder_beside_a_streamed_decoder_only_the_shared_matrix_differs(
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_as_in_a_plain_loop(tmp_path):
     """The setting of the configuration changes the numbers of both alike."""
     losses, expected = plain_loop(build(lambda: mixtral(**ROUTERS)), steps=2)

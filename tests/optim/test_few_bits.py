@@ -95,6 +95,7 @@ def test_a_block_has_a_scale_of_its_own():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_second_moment_falls_when_gradients_become_small(kind):
     """Rounded to the nearest value it would stay where it was."""
     exact, few = (nn.Parameter(torch.zeros(4096)) for _ in range(2))

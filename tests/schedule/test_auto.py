@@ -142,6 +142,7 @@ def test_nothing_is_computed_again_where_computing_binds_and_there_is_memory():
     assert found.step_seconds < answer(replace(little, recomputed_fraction=1.0)).best.step_seconds
 
 
+@pytest.mark.slow
 def test_all_is_computed_again_where_the_ssd_binds_or_no_memory_is_said():
     slow = replace(MACHINE, ssd_read_bytes_per_second=10**6, ssd_write_bytes_per_second=10**6)
     assert answer(keeping(10**8, flop=5e7, machine=slow)).best.shape.recomputed_fraction == 1
@@ -159,6 +160,7 @@ def test_what_stays_on_a_separate_device_fits_there():
     assert memory.device_bytes <= 50 * 10**6
 
 
+@pytest.mark.slow
 def test_without_highs_it_is_by_what_saves_most(monkeypatch):
     def absent():
         raise BadInput("not there")

@@ -133,6 +133,7 @@ def test_every_step_of_the_grid_is_sound_and_moves_the_bytes_of_the_formulas(ord
 @every_order
 @given(step=steps())
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_every_placement_is_sound_and_nothing_comes_too_early(order, step):
     work, placement, shape = step
     made = SCHEDULES[order](*step)

@@ -146,6 +146,7 @@ def test_seldom_failures_leave_copies_for_half_a_percent_and_not_in_each_hundred
     assert choice.copied_waste is not None and choice.copied_waste < choice.alone_waste + 0.01
 
 
+@pytest.mark.slow
 def test_copies_that_cost_a_point_more_than_bases_alone_are_not_begun_and_are_left():
     def kept(held, copies):
         return choose(after(24 * 60), LIMITS, SHORT._replace(held_seconds=held), 500, copies).copies > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,6 +158,7 @@ def flat_group(draw):
 
 @settings(deadline=None)
 @given(flat_group(), st.integers(1, 3))
+@pytest.mark.slow
 def test_tensors_are_found_in_flat_partitions_whose_tensor_parallel_parts_are_put_together(case, tp):
     tensors, keys, stored = case.parts
     ranks = Ranks()
@@ -213,6 +215,7 @@ def test_both_layouts_of_fused_projections_are_permutations_and_inverse_to_each_
 
 @settings(deadline=None)
 @given(HEADS, st.sampled_from([1, 2, 3, 4]), st.integers(1, 3))
+@pytest.mark.slow
 def test_fused_projections_of_tensor_parallel_ranks_become_separate_ones_and_back(sizes, tp, width):
     queries, kv_heads, head_dim = sizes
     kv_heads *= tp

@@ -471,6 +471,7 @@ def test_a_run_whose_files_are_written_again_stays_as_it_was_copied(tmp_path, bu
     assert assert_whole(bucket) == 4
 
 
+@pytest.mark.slow
 def test_a_commit_that_is_retired_while_it_is_copied_gives_way_to_newer_ones(tmp_path, bucket, monkeypatch):
     root, put = tmp_path / "tiny", ObjectDisk.put
     with TinyRun(root) as tiny:

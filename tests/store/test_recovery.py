@@ -75,6 +75,7 @@ def test_every_image_of_a_run_recovers(kill_at):
     assert count > 400
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_image(kill_at):
     """Recovery is itself a run: resume from images, take steps, and the result keeps the promise again."""
     disk, queue = record(kill_at), IOQueue(1)

@@ -16,6 +16,10 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import token_chunks
+from holdfast.models.decoder import Decoder
+from holdfast.offload.memory.residency import Residency
+from holdfast.offload.model import embedding_gradients
 from support.grouped import grouped
 from training import CONTEXT, VOCABULARY, adamw, batches, decoder
 
@@ -105,6 +109,35 @@ def test_transformers_train_there(tmp_path, device, adapted):
     losses, state = trained(tmp_path / "there", device, make(), **options)
     expected, here = trained(tmp_path / "here", "cpu", make(), **options)
     assert losses == pytest.approx(expected, rel=1e-3) and close(state, here)
+
+
+class InChunks(Decoder):
+    """A decoder that always computes its loss in chunks."""
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return holdfast.chunked_cross_entropy(self.norm(x), self.head.weight, targets)
+
+
+def test_gradients_in_parts_have_the_bits_of_resident_ones(tmp_path, device, monkeypatch):
+    """Of a streamed embedding in two parts, and of a head in three, whose loss is in chunks of four tokens."""
+    monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    monkeypatch.setattr(token_chunks, "WORDS_PER_TILE", 8)
+    monkeypatch.setattr(embedding_gradients, "EMBEDDED_AT_ONCE", 8 * VOCABULARY)
+    names, own = [], Residency._collect_parts
+    monkeypatch.setattr(Residency, "_collect_parts", lambda *args: names.append(args[3].name) or own(*args))
+    found = {}
+    for way in ("resident", "streamed"):
+        model = decoder(blocks=2)
+        model.__class__ = InChunks
+        options = {"dtype": "bf16", "clip_norm": 0.5, "embedding_and_head": way}
+        found[way] = trained(tmp_path / way, device, model, steps=1, **options)
+    (losses, state), (expected, whole) = found["streamed"], found["resident"]
+    assert losses == expected
+    assert {name: (state[name] != whole[name]).sum().item() for name in whole} == dict.fromkeys(whole, 0)
+    assert sorted(names) == ["embed.weight"] * 2 + ["head.weight"] * 2
 
 
 def test_autocast_around_steps(tmp_path, device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -191,6 +192,28 @@ def test_a_copy_that_stays_behind_is_told_at_the_end_and_the_run_is_whole(tmp_pa
         checkpointer.close()
     reader = RunReader(tmp_path / "run")
     assert verify_records(reader, reader.head()) == (6, [])
+
+
+def test_error_in_training_does_not_wait_for_a_copy_under_way(tmp_path, bucket, monkeypatch):
+    monkeypatch.setattr(bucket_copy, "ENDING_SECONDS", 0.1)
+    put_new, begun, ends = ObjectDisk.put_new, threading.Event(), threading.Event()
+
+    def hangs(self, path, data):
+        begun.set()
+        assert ends.wait(60)
+        return put_new(self, path, data)
+
+    monkeypatch.setattr(ObjectDisk, "put_new", hangs)
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with pytest.raises(ZeroDivisionError), checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 2)
+        assert begun.wait(60)
+        [copying] = [each for each in threading.enumerate() if each.name == "holdfast-remote"]
+        1 / 0  # noqa: B018
+    assert copying.is_alive()
+    ends.set()
+    copying.join()
 
 
 def test_a_bucket_with_another_run_is_refused_before_anything_is_written(tmp_path, bucket):

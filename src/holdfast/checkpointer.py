@@ -69,7 +69,7 @@ from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
 from .supervised.attempt import Witness, in_drill, shared_directory
-from .supervised.standing_by import refuse_replica, say_closed, say_opened, wait_for_run
+from .supervised.standing_by import is_standby, refuse_replica, say_closed, say_opened, wait_for_run
 
 if TYPE_CHECKING:
     from .saved_weights import SavedWeights
@@ -217,7 +217,9 @@ class Checkpointer:
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica, drives)
                     self._remote = self._make_remote(run, remote, keep)
-                refuse_little_memory(ranks, self._backend.least_bytes, self._options.memory_bytes)
+                # a standby has the memory of the process that trains, once that has ended
+                needed_bytes = 0 if is_standby() else self._backend.least_bytes
+                refuse_little_memory(ranks, needed_bytes, self._options.memory_bytes)
             except BaseException:
                 self._training.release()
                 raise

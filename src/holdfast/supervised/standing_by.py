@@ -63,6 +63,11 @@ def wait_for_run(
             )
 
 
+def is_standby() -> bool:
+    """Return whether this process waits, or has waited, for the end of one that trains."""
+    return VARIABLE in os.environ
+
+
 def say_opened(run: str | PurePath, step: int) -> None:
     """Tell the supervisor that this process trains ``run``, with ``step`` steps done."""
     if path := os.environ.get(VARIABLE):

@@ -320,6 +320,7 @@ def test_a_loop_that_an_error_left_amid_a_step_is_run_again(tmp_path):
     for batch in loader:
         accelerator.backward(net.train()(**batch).loss)
         optimizer.step()
+        optimizer.zero_grad()
     accelerator.end_training()
     assert threading.active_count() == before
 

@@ -266,7 +266,7 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
 
 
 def _embedding_in_parts(run: Runtime, block: int) -> AbstractContextManager[object]:
-    """Return a context in which the gradient of a block that is an embedding comes in parts."""
+    """Return a context in which the gradient of a block that is an embedding comes in parts, where that can be done."""
     blocks = run.patch.blocks
     if block < blocks.embeddings and not is_compiled(blocks.modules[block]):
         return EmbeddingInParts()
@@ -398,7 +398,7 @@ def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> 
     leaves = run.residency.leaves.get(place)
     if leaves is None:
         copy = run.residency.on_device[place]
-        in_parts = place[1] < run.patch.blocks.embeddings or place[1] == run.epilogue
+        in_parts = not run.patch.blocks.is_repeated(place[1])
         leaves = run.residency.leaves[place] = [
             run.residency.leaf(unit, member, unit.copy_view(copy, member), held, in_parts)
             for member in unit.members

@@ -63,7 +63,7 @@ class PartCollector:
         self.collect = collect
         self._uses, self._is_backward = 0, False
 
-    def count(self) -> None:
+    def count_use(self) -> None:
         """Count a use of the weight in a forward pass."""
         self._uses, self._is_backward = (1 if self._is_backward else self._uses + 1), False
 
@@ -142,7 +142,7 @@ def cross_entropy_of(
         return loss.of(hidden, weight, bias, targets)
     collector = getattr(weight, COLLECTOR, None) if len(tiles_of(weight.shape[0])) > 1 else None
     if collector is not None:
-        collector.count()
+        collector.count_use()
     return _WithGradients.apply(hidden, weight, bias, targets, loss, collector)
 
 
@@ -198,12 +198,18 @@ class _ChunkedLoss:
             return total if self.reduction == "sum" else total / self._count(targets)
 
     def with_gradients(
-        self, tensors: Tensors, targets: Tensor, needed: tuple[bool, ...], factor: Tensor, base: Tensor | None
-    ) -> tuple[Tensor, Gradients]:
+        self, tensors: Tensors, targets: Tensor, needed: tuple[bool, ...], factor: Tensor,
+        softmax_stats: Tensor | None,
+    ) -> tuple[Tensor, Gradients]:  # fmt: skip
         """Return the loss, and the gradients of ``tensors`` that are ``needed``, times ``factor``.
 
-        Into ``base`` (fp32 [2, tokens]), if it is given, come the largest logit of each token, and the logarithm of the
-        sum that the softmax divides by, relative to that logit.
+        Args:
+            tensors: Hidden states, weight and bias.
+            targets: One for each token.
+            needed: True for each of ``tensors`` whose gradient is computed.
+            factor: Factor of the gradients.
+            softmax_stats: fp32 [2, tokens] to write, or None. Row 0 gets the largest logit of each token. Row 1 gets
+                the logarithm of the sum that its softmax divides by, relative to that logit.
         """
         hidden, weight, bias = tensors
         by_token = torch.empty_like(hidden) if needed[0] else None
@@ -216,7 +222,7 @@ class _ChunkedLoss:
             for tokens in self._chunks(targets):
                 part = hidden[tokens].to(self.dtype)
                 grad = self._head(part, weight, bias)  # the output, until its gradient is in its place
-                into = None if base is None else base[:, tokens]
+                into = None if softmax_stats is None else softmax_stats[:, tokens]
                 total = total + self._chunk(grad, targets[tokens], factor, into)
                 if by_token is not None:
                     by_token[tokens] = grad.mm(weight)
@@ -230,7 +236,7 @@ class _ChunkedLoss:
         return value, (by_token, by_word, of_bias)
 
     def parts(
-        self, tensors: Tensors, targets: Tensor, base: Tensor, factor: Tensor, outer: Tensor | None,
+        self, tensors: Tensors, targets: Tensor, softmax_stats: Tensor, factor: Tensor, outer: Tensor | None,
         dtype: torch.dtype,
     ) -> Iterator[Part]:  # fmt: skip
         """Yield the gradient of the weight, tile by tile, with the bits of ``with_gradients``.
@@ -238,7 +244,7 @@ class _ChunkedLoss:
         Args:
             tensors: Hidden states, weight and bias.
             targets: One for each token.
-            base: What ``with_gradients`` wrote.
+            softmax_stats: What ``with_gradients`` wrote.
             factor: The same factor as there.
             outer: Another factor, by which the sum is multiplied in the end, or None.
             dtype: The dtype of the parts.
@@ -253,7 +259,7 @@ class _ChunkedLoss:
                 for tokens in self._chunks(targets):
                     part = hidden[tokens].to(self.dtype)
                     out = F.linear(part, tile, shift)
-                    grad = self._tile(out, words, targets[tokens], factor, base[:, tokens])
+                    grad = self._tile(out, words, targets[tokens], factor, softmax_stats[:, tokens])
                     product = grad.t().mm(part)
                     total = product.float() if total is None else total.add_(product)
                     del out, grad, product
@@ -264,7 +270,7 @@ class _ChunkedLoss:
             del made
 
     def _head(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output of the head for the tokens of ``part``."""
+        """Return the output of the head, [tokens, words], for the hidden states ``part``, [tokens, width]."""
         tiles = tiles_of(len(weight))
         if len(tiles) == 1:
             return F.linear(part, weight, bias)
@@ -273,10 +279,16 @@ class _ChunkedLoss:
             out[:, words] = F.linear(part, weight[words], None if bias is None else bias[words])
         return out
 
-    def _chunk(self, out: Tensor, targets: Tensor, factor: Tensor, base: Tensor | None) -> Tensor:
-        """Return the sum of one chunk's losses; write its gradient of ``out`` in its place, and ``base`` if given.
+    def _chunk(self, out: Tensor, targets: Tensor, factor: Tensor, softmax_stats: Tensor | None) -> Tensor:
+        """Return the sum of one chunk's losses, and put the gradient of ``out`` in the place of ``out``.
 
         The softmax of a token is its own, so it is computed for a few tokens at a time.
+
+        Args:
+            out: Output of the head, [tokens, words].
+            targets: One for each token.
+            factor: Factor of the gradients.
+            softmax_stats: The chunk's columns of that of ``with_gradients``, to write; or None.
         """
         losses = torch.empty(len(out), device=out.device)
         for rows in pieces(len(out), rows_at_once(out.shape[1])):
@@ -287,26 +299,35 @@ class _ChunkedLoss:
                 each = F.nll_loss(
                     log_probabilities, targets[rows], ignore_index=self.ignore_index, reduction="none"
                 )
-            if base is not None:
-                base[0, rows], at = logits.detach().max(-1)
-                base[1, rows] = -log_probabilities.detach().gather(-1, at[:, None])[:, 0]
+            if softmax_stats is not None:
+                softmax_stats[0, rows], at = logits.detach().max(-1)
+                softmax_stats[1, rows] = -log_probabilities.detach().gather(-1, at[:, None])[:, 0]
             losses[rows] = each.detach()
             del logits, log_probabilities
             out[rows] = torch.autograd.grad(each, [leaf], factor.expand_as(each))[0]
         return self._sum(losses, targets)
 
-    def _tile(self, out: Tensor, words: slice, targets: Tensor, factor: Tensor, base: Tensor) -> Tensor:
-        """Return what ``_chunk`` does of some ``words``, given the output of the head for them.
+    def _tile(
+        self, out: Tensor, words: slice, targets: Tensor, factor: Tensor, softmax_stats: Tensor
+    ) -> Tensor:
+        """Return the gradient of ``out``, [tokens, words of the tile], with the bits of ``_chunk``.
 
         Another column stands for all other words, so that a row of gradients has the sum of the whole row.
+
+        Args:
+            out: Output of the head for the tile, [tokens, words of the tile].
+            words: The words of the tile.
+            targets: One for each token, of all words.
+            factor: Factor of the gradients.
+            softmax_stats: What ``_chunk`` wrote for these tokens.
         """
         leaf, others = out.requires_grad_(), out.shape[1]
         with torch.enable_grad():
             logits = self.logits(leaf).float()
         log_probabilities = logits.new_zeros(len(logits), others + 1)
         inner = log_probabilities[:, :others]
-        torch.sub(logits.detach(), base[0][:, None], out=inner)
-        inner -= base[1][:, None]
+        torch.sub(logits.detach(), softmax_stats[0][:, None], out=inner)
+        inner -= softmax_stats[1][:, None]
         is_here = (targets >= words.start) & (targets < words.stop)
         at = torch.where(is_here, targets - words.start, others)
         given = torch.where(targets == self.ignore_index, torch.zeros_like(factor), -factor)
@@ -377,9 +398,9 @@ class _WithGradients(torch.autograd.Function):
         if ctx.later:
             ctx.save_for_backward(*tensors, targets)
             return loss.of(*tensors, targets)
-        base = None if ctx.collector is None else _base(targets)
-        value, grads = loss.with_gradients(tensors, targets, ctx.needed, _one(hidden), base)
-        again = (*tensors, targets, base) if ctx.collector is not None else (None,) * 5
+        softmax_stats = None if ctx.collector is None else _empty_stats(targets)
+        value, grads = loss.with_gradients(tensors, targets, ctx.needed, _one(hidden), softmax_stats)
+        again = (*tensors, targets, softmax_stats) if ctx.collector is not None else (None,) * 5
         ctx.save_for_backward(*grads, *again)
         return value
 
@@ -389,10 +410,14 @@ class _WithGradients(torch.autograd.Function):
         (outer,) = grad_outputs
         if ctx.later:
             *tensors, targets = ctx.saved_tensors
-            factor, outer, base = outer, None, None if ctx.collector is None else _base(targets)
-            _, grads = ctx.loss.with_gradients(tuple(tensors), targets, ctx.needed, factor, base)
+            factor, outer, softmax_stats = (
+                outer,
+                None,
+                None if ctx.collector is None else _empty_stats(targets),
+            )
+            _, grads = ctx.loss.with_gradients(tuple(tensors), targets, ctx.needed, factor, softmax_stats)
         else:
-            grads, (*tensors, targets, base) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+            grads, (*tensors, targets, softmax_stats) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
             factor = _one(outer)
         made = [
             None if each is None else _rounded(each, outer, dtype)
@@ -400,7 +425,7 @@ class _WithGradients(torch.autograd.Function):
         ]
         del grads
         if ctx.collector is not None:
-            parts = ctx.loss.parts(tuple(tensors), targets, base, factor, outer, ctx.dtypes[1])
+            parts = ctx.loss.parts(tuple(tensors), targets, softmax_stats, factor, outer, ctx.dtypes[1])
             if ctx.collector.is_only_use():
                 ctx.collector.collect(parts)
             else:
@@ -410,7 +435,8 @@ class _WithGradients(torch.autograd.Function):
         return (*made, None, None, None)
 
 
-def _base(targets: Tensor) -> Tensor:
+def _empty_stats(targets: Tensor) -> Tensor:
+    """Return memory for the ``softmax_stats`` of ``with_gradients``, [2, tokens]."""
     return torch.empty(2, len(targets), device=targets.device)
 
 

@@ -607,9 +607,9 @@ def test_accumulation_by_hand_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "place, text",
     [
-        ("never", "has not called optimizer.zero_grad"),
-        ("first", "drops gradients"),
-        ("last", "drops gradients"),
+        ("never", "not zeroed since the step before"),
+        ("first", "drops some of the step"),
+        ("last", "drops some of the step"),
     ],
 )
 def test_gradients_that_memory_adds_up_or_drops_are_refused(tmp_path, place, text):

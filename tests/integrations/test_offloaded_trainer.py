@@ -444,7 +444,7 @@ class SetsNorm(TrainerCallback):
 
 
 def test_a_norm_set_in_training_is_refused(tmp_path):
-    with pytest.raises(BadInput, match=r"args\.max_grad_norm was 1\.0 when train"):
+    with pytest.raises(BadInput, match=r"args\.max_grad_norm was 1\.0 when the run"):
         make(offloaded(Trainer), tmp_path, callbacks=[SetsNorm()]).train()
 
 

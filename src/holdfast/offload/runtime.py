@@ -20,7 +20,7 @@ from ..optim.host_optimizer import HostOptimizer, HyperParameters
 from ..optim.mezo import Delta
 from ..schedule.operations import Op
 from ..schedule.work import BlockPlacement, StepShape
-from ..state.capture import BufferPlace, buffer_at
+from ..state.capture import buffer_at
 from ..store.commit.generations import Generations
 from ..store.run_store import LocalStore
 from ..store.scratch import Scratch
@@ -32,7 +32,7 @@ from .memory.expert_reader import ExpertReader
 from .memory.graph_sizes import GraphGauge
 from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, ParameterSamples, Residency
-from .memory.transient_buffers import TransientBuffers
+from .memory.transient_buffers import BuffersInManifest
 from .memory.zeroth_order import ZerothOrderState
 from .model.absent_parameters import AbsentParameters
 from .model.block_attributes import AttributeWatch
@@ -76,6 +76,8 @@ class Runtime:
     resident_copy: torch.Tensor
     """The resident compute copy, in host memory; on a unified device the leaves are views of it."""
     parameter_order: list[str]
+    transient: BuffersInManifest
+    """The model's buffers that are not persistent."""
     newest: dict[str, StoredBlock] = field(default_factory=dict)
     """The newest generation of each file, by the names in ``stored``; the next commit refers to these."""
     resident_leaves: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -88,11 +90,8 @@ class Runtime:
     """State of a MeZO run; None for other optimizers."""
     expert_slots: int = 0
     """Number of experts that are held at once, where blocks are without theirs."""
-    passing: dict[str, BufferPlace] = field(default_factory=dict)
-    """The places of the model's buffers that are not persistent."""
 
     def __post_init__(self) -> None:
-        self.transient = TransientBuffers(self.passing)
         self.attributes = AttributeWatch(self.model, self.patch.blocks)
         self.experts = ExpertReader(
             self.blocks, self.device, self.residency.lend, self.stored, self.newest, self.expert_slots

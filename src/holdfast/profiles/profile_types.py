@@ -122,7 +122,7 @@ They hold logits in 16 and 32 bits, their probabilities and their gradients.
 """
 CHUNK_LOGIT_BYTES = 2
 """The bytes per word and token of a chunk: the logits, in whose place their gradients come."""
-HEAD_SUM_BYTES, HEAD_CHUNK_BYTES = 4, 2
+HEAD_SUM_BYTES, HEAD_ROUNDED_BYTES = 4, 2
 """The bytes per parameter of a head whose loss is in chunks: the fp32 sum of gradients, and its rounded copy."""
 
 
@@ -309,7 +309,7 @@ class ModelProfile:
         rows, words = rows_per_chunk(self.vocabulary), min(self.vocabulary, WORDS_PER_TILE)
         if not self._has_tiles:
             return self._head_bytes
-        tile = (HEAD_SUM_BYTES + HEAD_CHUNK_BYTES) * words * self.width + LOGIT_BYTES * rows * words
+        tile = (HEAD_SUM_BYTES + HEAD_ROUNDED_BYTES) * words * self.width + LOGIT_BYTES * rows * words
         return max(self.logits_bytes, tile)
 
     @property
@@ -323,7 +323,7 @@ class ModelProfile:
         rows, parameters = rows_per_chunk(self.vocabulary), self.vocabulary * self.width
         if self.tokens <= rows:
             return self.logits_bytes
-        return HEAD_SUM_BYTES * parameters + max(self.logits_bytes, HEAD_CHUNK_BYTES * parameters)
+        return HEAD_SUM_BYTES * parameters + max(self.logits_bytes, HEAD_ROUNDED_BYTES * parameters)
 
     @property
     def activation_bytes(self) -> int:

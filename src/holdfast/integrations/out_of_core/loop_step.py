@@ -87,11 +87,6 @@ class LoopStep:
         """True if the losses of all micro-batches are there."""
         return self._number == len(self._batches) and self._loss is not None
 
-    @property
-    def has_loss(self) -> bool:
-        """True if the loss of a micro-batch was taken."""
-        return self._loss is not None or self._number > 1
-
     def output(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the model's output for the next micro-batch, which the loop has called with these arguments."""
         if self._output is not None:
@@ -235,6 +230,47 @@ def _ends(loss: torch.Tensor) -> Iterator[torch.Tensor]:
             if before is not None and before not in seen:
                 seen.add(before)
                 left.append(before)
+
+
+class GradientUse:
+    """The gradients that training in memory would have, whose use must be that of the engine.
+
+    The engine has the gradients of one step, and all of them. So the script must zero gradients after each step, and
+    not between a backward pass and the optimizer's step. Called by the thread of the script's loop.
+    """
+
+    def __init__(self, refuse: Callable[[str], NoReturn], advice: str) -> None:
+        """Begin without gradients.
+
+        Args:
+            refuse: Gives the step up and raises ``BadInput`` with a text.
+            advice: What the script has to do so that gradients are zeroed after each step.
+        """
+        self._refuse, self._advice = refuse, advice
+        self._exist = self._is_amid = False
+        """True if there are gradients; and if they are those of a step that is not done."""
+
+    def accumulated(self) -> None:
+        """Note a backward pass. Refuses one that would add to the gradients of the step before."""
+        if self._exist and not self._is_amid:
+            self._refuse(
+                "gradients were not zeroed since the step before. In memory they would be added to this step's, and the"
+                f" engine has them no more: {self._advice}"
+            )
+        self._exist = self._is_amid = True
+
+    def zeroed(self) -> None:
+        """Note that gradients were zeroed. Refuses that between a backward pass and the optimizer's step."""
+        if self._is_amid:
+            self._refuse(
+                "gradients were zeroed between a backward pass and the optimizer's step, which drops some of the step:"
+                f" {self._advice}"
+            )
+        self._exist = False
+
+    def stepped(self) -> None:
+        """Note that the optimizer's step is done."""
+        self._is_amid = False
 
 
 class SharedStep:

@@ -35,7 +35,7 @@ from ...state.progress import hyper_parameters
 from ..shared.changed_attributes import innermost
 from ..shared.epoch_batches import moves_of
 from ..shared.position import Batches
-from .loop_step import LoopStep
+from .loop_step import GradientUse, LoopStep
 from .model_calls import ModelCall, settings_of
 from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
 from .script_model import (
@@ -75,8 +75,7 @@ class OffloadedLoop:
         """The moves of schedules since the newest step; None before the first."""
         self._moves_after_steps: set[int] = set()
         """The numbers of moves that followed the steps before it."""
-        self._has_gradients = False
-        """True if training in memory would have gradients now, which ``zero_grad`` drops."""
+        self._gradients = GradientUse(self._refuse_use, "call optimizer.zero_grad() after optimizer.step()")
         self._outside_optimizer: list[str] = []
         """The parameters that require a gradient and are not in the optimizer."""
 
@@ -243,24 +242,12 @@ class OffloadedLoop:
         """Take the loss of the newest output, as accelerate divides it."""
         if self._step is None:
             raise BadInput("accelerator.backward was called without an output of the model in training mode")
-        if self._has_gradients and not self._step.has_loss:
-            self._refuse(
-                "the loop has not called optimizer.zero_grad() since its last step. In memory that step's gradients"
-                " would be added to this one's, and the engine has them no more: call it after optimizer.step()"
-            )
+        self._gradients.accumulated()
         self._taking(self._step.take_loss)(loss)
-        self._has_gradients = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Take the place of ``zero_grad`` of the optimizer and the model."""
-        if self._was_clipped:
-            self._give_up()
-        if self._was_clipped or (self._step is not None and self._step.has_loss):
-            self._refuse(
-                "zero_grad was called between accelerator.backward and optimizer.step(), where it drops gradients of"
-                " the step: call it after optimizer.step()"
-            )
-        self._has_gradients = False
+        self._gradients.zeroed()
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Finish the step, and return the norm that its gradients had before they were clipped."""
@@ -303,6 +290,7 @@ class OffloadedLoop:
                 " does the step when it clips: change them before clip_grad_norm_ or after optimizer.step()"
             )
         self._was_clipped = False
+        self._gradients.stepped()
 
     def _hyper_now(self) -> list[dict[str, Any]]:
         return hyper_parameters(innermost(self._accelerator._optimizers[0]).param_groups)
@@ -407,6 +395,7 @@ class OffloadedLoop:
         step, self._step = self._step, None
         if step is not None:
             self._failed = True
+            self._gradients.stepped()
             step.abandon()
 
     def break_off(self) -> None:
@@ -423,6 +412,12 @@ class OffloadedLoop:
     def _refuse(self, text: str) -> NoReturn:
         self.abandon()
         raise BadInput(text)
+
+    def _refuse_use(self, text: str) -> NoReturn:
+        """Refuse a use of gradients; a step that was done to clip them is given up."""
+        if self._was_clipped:
+            self._give_up()
+        self._refuse(text)
 
     def _refuse_failed(self) -> None:
         if self._failed:

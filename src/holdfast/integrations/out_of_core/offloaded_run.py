@@ -42,6 +42,7 @@ from .script_model import (
     names_outside_optimizer,
     precision_of,
     refuse_clipping_of_others,
+    refuse_other_norm,
 )
 from .several_processes import AgreedControl, refuse_unlike_processes, set_remainder
 
@@ -207,11 +208,7 @@ class OffloadedTraining(Training):
         if not self._losses:
             engine, group = self._opened, self._group
             self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
-            if self._trainer.args.max_grad_norm != self._norm:
-                raise BadInput(
-                    f"args.max_grad_norm was {self._norm} when train() was called and is"
-                    f" {self._trainer.args.max_grad_norm} now: the engine clips all steps alike"
-                )
+            refuse_other_norm("args.max_grad_norm", self._norm, self._trainer.args.max_grad_norm)
             self._hyper = self._hyper_now()
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
                 self._losses = self._taken_results(group[-1].of)

@@ -40,10 +40,17 @@ from ...offload.model.microbatches import OwnCall, extract_loss
 from ...optim.mezo import MeZO
 from ..lightning_fit import Fit, FitCallback
 from ..lightning_state import refuse_callbacks
-from .loop_step import SharedStep
+from .loop_step import GradientUse, SharedStep
 from .model_calls import tensors_of
 from .prepared_objects import BatchesAhead
-from .script_model import do_nothing, left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
+from .script_model import (
+    do_nothing,
+    left_to_the_engine,
+    precision_of,
+    refuse_other_norm,
+    switch_off_checkpointing,
+    weights_of,
+)
 
 GIVEN = ("model", "optimizer", "loader", "scheduler", "normalize", "loss_fn", "order", "clipping", "device")
 """Options of ``holdfast.offload`` that the trainer decides."""
@@ -207,9 +214,9 @@ class OffloadedFit(Fit):
         self._next_batch = 0
         """The number, in its epoch, of the next batch of that step."""
         self._is_early = self._is_taken = False
-        self._has_gradients = self._is_amid = False
-        """True if training in memory would have gradients now, which ``zero_grad`` drops; and if they are of the
-        present step."""
+        self._gradients = GradientUse(
+            self._refuse, "let optimizer_zero_grad call optimizer.zero_grad() before the backward pass"
+        )
         self._clip: float | None = None
         """The norm that the engine clips to, as the trainer had it."""
         self._stops = False
@@ -336,13 +343,10 @@ class OffloadedFit(Fit):
         if self._step is None:
             raise BadInput("the optimizer was stepped without training_step: leave its step to the trainer")
         assert self._engine is not None
-        if self._trainer.gradient_clip_val != self._clip:
-            self._refuse(
-                f"gradient_clip_val was {self._clip} when the run was opened and is {self._trainer.gradient_clip_val}"
-                " now: the engine clips all steps alike"
-            )
-        step, self._step, self._is_amid = self._step, None, False
+        step, self._step = self._step, None
+        self._gradients.stepped()
         try:
+            refuse_other_norm("gradient_clip_val", self._clip, self._trainer.gradient_clip_val)
             self._engine.take_hyper_parameters()  # hooks may have changed them
             step.go_on(None)
         except BaseException:
@@ -352,20 +356,11 @@ class OffloadedFit(Fit):
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """Take the place of ``zero_grad`` of the optimizer and the module."""
-        if self._is_amid:
-            self._refuse(
-                "gradients were zeroed between a backward pass and the optimizer's step, which drops some of the step"
-            )
-        self._has_gradients = False
+        self._gradients.zeroed()
 
     def goes_backward(self) -> None:
         """Note a backward pass, which is the engine's. Raises ``BadInput`` for gradients of the step before."""
-        if self._has_gradients and not self._is_amid:
-            self._refuse(
-                "gradients were not zeroed since the step before. In memory they would be added to this step's, and the"
-                " engine has them no more: let optimizer_zero_grad call optimizer.zero_grad()"
-            )
-        self._has_gradients = self._is_amid = True
+        self._gradients.accumulated()
 
     def refuse_end(self) -> NoReturn:
         """Raise ``BadInput``, because training has ended within a step, whose batches it has left out."""

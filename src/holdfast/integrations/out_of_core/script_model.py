@@ -116,6 +116,14 @@ def refuse_clipping_of_others(names: Sequence[str]) -> None:
         )
 
 
+def refuse_other_norm(option: str, before: Any, now: Any) -> None:
+    """Raise ``BadInput`` if the trainer's ``option``, the norm to clip to, is not what it was ``before``."""
+    if now != before:
+        raise BadInput(
+            f"{option} was {before} when the run was opened and is {now} now: the engine clips all steps alike"
+        )
+
+
 def switch_off_checkpointing(model: Any) -> None:
     """Switch off activation checkpointing, which would call blocks again in the backward pass."""
     for module in model.modules():

@@ -23,7 +23,7 @@ MOST_BYTES = MiB // 4
 """The most bytes of a buffer that is stored: it is part of each manifest."""
 
 
-class TransientBuffers:
+class BuffersInManifest:
     """The buffers at ``places``, by name, as the script has made them. Created before anything is restored."""
 
     def __init__(self, places: Mapping[str, BufferPlace]) -> None:
@@ -31,7 +31,7 @@ class TransientBuffers:
         self._modules = {name.rpartition(".")[0]: module for name, (module, _) in self._places.items()}
         self._made = self._now()
         self._attributes = {path: small_attributes(module) for path, module in self._modules.items()}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def changed(self) -> dict[str, Any]:
         """Return what has changed since creation, as JSON; empty if nothing has."""
@@ -39,11 +39,12 @@ class TransientBuffers:
         attributes: dict[str, Any] = {}
         now, same = self._now(), self._as_made()
         for name, (buffer, _) in now.items():
-            made = self._made.get(name, (None, 0))[0]
             if name in same:
                 continue
+            made = self._made.get(name, (None, 0))[0]
             if not storable(buffer) or buffer.nbytes > MOST_BYTES:
-                self._tell(name, is_cache=made is None)
+                if made is not None:  # else it is a cache
+                    self._warn(name)
                 continue
             buffers[name] = [encode(buffer.detach().cpu()), buffer is not made]
             path = name.rpartition(".")[0]
@@ -92,10 +93,11 @@ class TransientBuffers:
             if (buffer := module._buffers.get(own)) is not None
         }
 
-    def _tell(self, name: str, is_cache: bool) -> None:
-        if is_cache or name in self._told:
+    def _warn(self, name: str) -> None:
+        """Warn that buffer ``name`` is not stored; once for each buffer."""
+        if name in self._warned:
             return
-        self._told.add(name)
+        self._warned.add(name)
         warnings.warn(
             f"buffer {name} is registered with persistent=False, training changes it, and it is too large or of a kind"
             " that commits do not hold: a resume begins with what the model makes. Register it with persistent=True if"

@@ -64,6 +64,13 @@ class Blocks:
         """The names of the units that are streamed."""
         return (*self.names, EPILOGUE) if self.epilogue else self.names
 
+    def is_repeated(self, unit: int) -> bool:
+        """Return whether the unit with this number is a repeated block, neither embedding nor epilogue.
+
+        The gradients of the others may come in parts.
+        """
+        return self.embeddings <= unit < len(self.modules)
+
     @property
     def repeated(self) -> Blocks:
         """The repeated blocks alone."""
@@ -99,6 +106,11 @@ def is_compiled(module: nn.Module) -> bool:
         each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule"
         for each in module.modules()
     )
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a module is compiled, or has another forward than its class."""
+    return "forward" in vars(module) or is_compiled(module)
 
 
 class Patch:
@@ -384,10 +396,10 @@ def owned_parameters(
     return by_block, resident
 
 
-def epilogue_parameters(model: nn.Module, blocks: Blocks) -> set[int]:
-    """Return the identities of the parameters that the streamed epilogue computes with; the tied one is among them."""
-    modules = [*blocks.epilogue, *(() if blocks.tied is None else (blocks.modules[blocks.tied],))]
-    inside = {id(each) for module in modules for each in module.modules()} if blocks.epilogue else set()
+def unrepeated_parameters(model: nn.Module, blocks: Blocks) -> set[int]:
+    """Return the identities of the parameters of streamed embeddings and of the epilogue, of units not repeated."""
+    modules = [*blocks.modules[: blocks.embeddings], *blocks.epilogue]
+    inside = {id(each) for module in modules for each in module.modules()}
     return {key for key, held in _places(model).items() if all(id(module) in inside for module, _ in held)}
 
 

@@ -28,7 +28,7 @@ from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
 from ..memory.parameter_shards import memory_order
 from ..setup.block_measurement import MeasuredBlocks
-from .blocks import Blocks, Owned, find_blocks, is_compiled, owned_parameters, with_embedding_and_head
+from .blocks import Blocks, Owned, find_blocks, has_own_forward, owned_parameters, with_embedding_and_head
 from .embedding_gradients import columns_at_once
 
 RESIDENT, REST = "resident", "rest"
@@ -159,7 +159,7 @@ class ModelParts:
                     grad_bytes=unit.grad_bytes,
                     grad_share_bytes=unit.share_grad_bytes,
                     grad_reduce_bytes=unit.reduced_bytes,
-                    forward_flop=measured.block_flop if measured and self._is_repeated(number) else 0.0,
+                    forward_flop=measured.block_flop if measured and self.blocks.is_repeated(number) else 0.0,
                     activation_bytes=measured.activation_bytes[number]
                     if measured and number < len(self.blocks.modules)
                     else 0,
@@ -211,10 +211,6 @@ class ModelParts:
         found[-1] = max(found[-1], measured.last_bytes)
         return [max(nbytes - measured.block_bytes, 0) for nbytes in found]
 
-    def _is_repeated(self, unit: int) -> bool:
-        """Return whether the unit with this number is a repeated block, neither embedding nor epilogue."""
-        return self.blocks.embeddings <= unit < len(self.blocks.modules)
-
     def _update_bytes(self, workers: int, guesses: bool) -> int:
         """Return the temporary bytes of the ``workers`` largest updates, as many as run at once."""
         sizes = [
@@ -254,10 +250,11 @@ def _cast_expert_bytes(unit: BlockState) -> int:
 
 
 def _embedding_workspace(unit: BlockState, module: torch.nn.Module) -> int:
-    """Return the most bytes of an embedding's gradient that exist at once, besides the sum."""
-    known = type(module).forward is nn.Embedding.forward and not (
-        "forward" in vars(module) or is_compiled(module)
-    )
+    """Return the most bytes of an embedding's gradient that exist at once, besides the sum.
+
+    A forward that is not that of ``nn.Embedding`` may use the weight in another way, and so have the whole gradient.
+    """
+    known = type(module).forward is nn.Embedding.forward and not has_own_forward(module)
     if not known or any(member.order is not None for member in unit.trained):
         return unit.trained_copy_bytes
     return sum(

@@ -34,7 +34,7 @@ from ..model.microbatches import (
     extract_loss,
     without_autocast,
 )
-from ..runtime import MicroBatch, Runtime, Step
+from ..runtime import Runtime, Step
 from ..setup.process_settings import callers_default
 from . import input_ops, parameter_ops
 
@@ -178,7 +178,8 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
         (
             loss := float(batch.loss or 0.0),
             batch.weight,
-            math.isfinite(loss) or _is_without_targets(step, batch),
+            # MeZO moves by the losses themselves
+            math.isfinite(loss) or (step.delta is None and batch.lacks_targets()),
         )
         for batch in step.micro_batches
     ]
@@ -195,10 +196,6 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
         of = "" if run.data_parallel.alone else f" of rank {rank}"
         step.skipped = True
         step.reason = f"the loss of micro-batch {m % step.shape.micro_batches}{of} is {gathered[rank][m][0]}"
-
-
-def _is_without_targets(step: Step, batch: MicroBatch) -> bool:
-    return step.delta is None and batch.lacks_targets()  # MeZO moves by the losses themselves
 
 
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
@@ -269,7 +266,7 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
 
 
 def _embedding_in_parts(run: Runtime, block: int) -> AbstractContextManager[object]:
-    """Return a context in which the gradient of a block that is an embedding comes in parts."""
+    """Return a context in which the gradient of a block that is an embedding comes in parts, where that can be done."""
     blocks = run.patch.blocks
     if block < blocks.embeddings and not is_compiled(blocks.modules[block]):
         return EmbeddingInParts()
@@ -401,7 +398,7 @@ def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> 
     leaves = run.residency.leaves.get(place)
     if leaves is None:
         copy = run.residency.on_device[place]
-        in_parts = place[1] < run.patch.blocks.embeddings or place[1] == run.epilogue
+        in_parts = not run.patch.blocks.is_repeated(place[1])
         leaves = run.residency.leaves[place] = [
             run.residency.leaf(unit, member, unit.copy_view(copy, member), held, in_parts)
             for member in unit.members

@@ -34,7 +34,7 @@ from ...chunked_loss import COLLECTOR, PartCollector
 from ...errors import ModelNotSupported
 from ...garbage import without_collection
 from ...state.capture import AS_STORED
-from ..model.blocks import Blocks, Patch, configurations, epilogue_parameters, is_compiled
+from ..model.blocks import Blocks, Patch, configurations, has_own_forward, unrepeated_parameters
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
 from ..model.microbatches import extract_loss, module_call
 from .equal_calls import TracedCall, call_form, output_maker
@@ -120,7 +120,7 @@ class _Probe:
     def __init__(self, blocks: Blocks, counter: _Counter, backward: bool) -> None:
         self.counter, self.backward, self.blocks = counter, backward, blocks
         self.patch = Patch(blocks, self.call)
-        self.alone = ["forward" in vars(module) or is_compiled(module) for module in blocks.modules]
+        self.alone = [has_own_forward(module) for module in blocks.modules]
         """True for each block that is compiled or has a forward of its own, and so cannot be compared with others."""
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
@@ -289,7 +289,7 @@ def _trace(
     counter = _Counter()
     probe = _Probe(blocks, counter, backward)
     here = partial(_fake_here, fake)
-    in_parts = epilogue_parameters(model, blocks)
+    in_parts = unrepeated_parameters(model, blocks)
     fakes = swapped(model.modules(), lambda own: _faked(own, dtype, id(own) in in_parts), here)
     is_chunked = loss_fn is None and has_ordinary_loss(model)
     head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()

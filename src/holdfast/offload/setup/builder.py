@@ -27,6 +27,7 @@ from ..memory.block_states import BlockState, as_tensor
 from ..memory.device import Device
 from ..memory.residency import Residency
 from ..memory.transfer_pool import PINNED_KINDS
+from ..memory.transient_buffers import BuffersInManifest
 from ..memory.unit_files import ExpertFile, StateTile, UnitFile
 from ..memory.zeroth_order import ZerothOrderState
 from ..model.blocks import Patch
@@ -107,9 +108,9 @@ def build(
             ),
             resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
             parameter_order=[parameter.name for parameter in parts.captured.parameters],
+            transient=BuffersInManifest(parts.captured.passing),
             zeroth=None if parts.optimizer.takes_gradients else ZerothOrderState(),
             expert_slots=parts.expert_slots,
-            passing=parts.captured.passing,
         )
         undo.pop_all()
     return run

@@ -125,6 +125,7 @@ def collected(weight, function):
         delattr(weight, COLLECTOR)
 
 
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"softcap": 2.0, "logit_scale": 0.5}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1.0, 1e3, "all ignored", "autocast"])

@@ -195,7 +195,7 @@ def test_a_copy_that_stays_behind_is_told_at_the_end_and_the_run_is_whole(tmp_pa
 
 
 def test_error_in_training_does_not_wait_for_a_copy_under_way(tmp_path, bucket, monkeypatch):
-    monkeypatch.setattr(bucket_copy, "ENDING_SECONDS", 0.1)
+    monkeypatch.setattr(bucket_copy, "ABORT_WAIT_SECONDS", 0.1)
     put_new, begun, ends = ObjectDisk.put_new, threading.Event(), threading.Event()
 
     def hangs(self, path, data):

@@ -41,10 +41,10 @@ from .checkpoint.options import (
     chosen_cpus,
     refuse_bad_resume,
     refuse_clipping,
-    refuse_little_memory,
     refuse_no_room_for_best,
     refuse_of_several,
     refuse_other_calls,
+    refuse_too_little_memory,
     refuse_unequal,
     refuse_with_a_replica,
     refuse_with_nodes,
@@ -218,8 +218,8 @@ class Checkpointer:
                     self._backend = self._make_backend(run, replica, drives)
                     self._remote = self._make_remote(run, remote, keep)
                 # a standby has the memory of the process that trains, once that has ended
-                needed_bytes = 0 if is_standby() else self._backend.least_bytes
-                refuse_little_memory(ranks, needed_bytes, self._options.memory_bytes)
+                needed_bytes = 0 if is_standby() else self._backend.min_copy_bytes
+                refuse_too_little_memory(ranks, needed_bytes, self._options.memory_bytes)
             except BaseException:
                 self._training.release()
                 raise
@@ -513,7 +513,7 @@ class Checkpointer:
         self._rollback.begin_step()
         self._training.stepped(updates)
         alone = self._ranks.alone  # the other ranks do not know what one rank finds by itself
-        other = alone and self._training.has_other_tensors
+        other = alone and self._training.has_replaced_tensors
         lost = (
             self._optimizer_hooks.lost if self._backend.records_steps else ""
         )  # snapshots alone hold any change
@@ -583,7 +583,7 @@ class Checkpointer:
         Call it after ``step``, before the next iteration begins. Collective: every rank must call this.
         """
         self._refuse_unusable()
-        if self._ranks.alone and self._training.has_other_tensors:
+        if self._ranks.alone and self._training.has_replaced_tensors:
             self._refuse_between()
             with self._ending_on_error():
                 self._adapt([])

@@ -163,30 +163,43 @@ def test_staging_buffers_in_host_memory_are_made_when_they_are_needed():
     pool.close()
 
 
-def test_no_more_staging_buffers_are_made_than_there_is_memory_for(monkeypatch):
-    """Two of them are needed."""
-    [layout] = Exact().layouts(state_of(torch.nn.Linear(3, 2)))
+@pytest.fixture
+def pool_with_memory_for(monkeypatch):
+    """Makes a pool of up to four staging buffers where the system has memory for so many."""
+    pools = []
 
-    class Short(staging_buffers.Buffer):
-        left = 2
+    def make(number):
+        class Short(staging_buffers.Buffer):
+            left = number
 
-        def __init__(self, *given):
-            if not Short.left:
-                raise OSError(errno.ENOMEM, "Cannot allocate memory")
-            Short.left -= 1
-            super().__init__(*given)
+            def __init__(self, *given):
+                if not Short.left:
+                    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+                Short.left -= 1
+                super().__init__(*given)
 
-    monkeypatch.setattr(staging_buffers, "Buffer", Short)
-    pool = staging_buffers.StagingPool([layout], 4)
+        monkeypatch.setattr(staging_buffers, "Buffer", Short)
+        [layout] = Exact().layouts(state_of(torch.nn.Linear(3, 2)))
+        pools.append(staging_buffers.StagingPool([layout], 4))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_no_more_staging_buffers_are_made_than_there_is_memory_for(pool_with_memory_for):
+    pool = pool_with_memory_for(2)
     taken = [pool.take(), pool.take()]
     with pytest.warns(UserWarning, match="no memory for more than 2 records"):
         assert pool.take() is None
     assert pool.count == 2 and pool.take() is None
     pool.give(taken)
     assert pool.take() in taken
-    pool.close()
-    Short.left = 1
-    pool = staging_buffers.StagingPool([layout], 4)
+
+
+def test_memory_for_a_single_staging_buffer_is_too_little(pool_with_memory_for):
+    pool = pool_with_memory_for(1)
     pool.take()
     with pytest.raises(OSError, match="Cannot allocate"):
         pool.take()

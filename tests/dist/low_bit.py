@@ -78,7 +78,7 @@ def main(
             schedule.step()
             said[step] = state_of(model, optimizers)
             say(digests=said, rate=float(optimizers[0].param_groups[0]["lr"]))
-            if kill == (rank, step) or list(kill) == [rank, step]:
+            if list(kill) == [rank, step]:
                 os.kill(os.getpid(), signal.SIGKILL)
             ckpt.step()
             if step == kill[1] - 1:

@@ -6,7 +6,6 @@ import shutil
 import warnings
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ from typer.testing import CliRunner
 
 from dist.world import World, ended
 from formats.test_saved import exact
-from holdfast.checkpoint.recovery.lineage import refuse_divided_blocks
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
-from holdfast.errors import ModelNotSupported, RunMismatch
+from holdfast.errors import ModelNotSupported
 from holdfast.optim import Joined
 from holdfast.state.layout.regions import Region
-from holdfast.state.quantised_slots import refuse_uneven
-from holdfast.state.tensor_entries import QUANTISED
+from holdfast.state.quantised_slots import refuse_unequal_quantisation
 
 pytestmark = [
     pytest.mark.peers,
@@ -90,26 +87,22 @@ def test_parts_of_columns_are_refused():
     weight = torch.nn.Parameter(torch.zeros(128, 64))
     halves = [{"w": Region((0, first), (128, first + 32))} for first in (0, 32)]
     refused = partial(
-        refuse_uneven, [optimizer_of("AdamW8bit", [weight])], {id(weight): "w"}, {"w": (128, 64)}
+        refuse_unequal_quantisation,
+        [optimizer_of("AdamW8bit", [weight])],
+        {id(weight): "w"},
+        {"w": (128, 64)},
     )
     with pytest.raises(ModelNotSupported, match="AdamW8bit would keep its state of w"):
         refused(halves)
     refused([{"w": Region((first, 0), (first + 64, 64))} for first in (0, 64)])
+
+
+def test_parts_of_joined_optimizers_are_looked_at_too():
+    weight = torch.nn.Parameter(torch.zeros(129, 64))
+    uneven = [{"w": Region((0, 0), (65, 64))}, {"w": Region((65, 0), (129, 64))}]
+    optimizer = Joined(optimizer_of("AdamW8bit", [weight]))
     with pytest.raises(ModelNotSupported, match="only some"):
-        uneven = [{"w": Region((0, 0), (65, 64))}, {"w": Region((65, 0), (129, 64))}]
-        optimizer = Joined(optimizer_of("AdamW8bit", [weight]))
-        refuse_uneven([optimizer], {id(weight): "w"}, {"w": (129, 64)}, uneven)
-
-
-def test_a_mixture_that_a_run_has_is_refused_on_other_ranks():
-    """As ranks with unlike versions of torchao might write it."""
-    state = SimpleNamespace(wholes={"w": (128, 64)}, boxes={"w": Region((0, 0), (128, 64))})
-    atoms = {"w/param": {"name": "w", "slot": "param", "shape": [128, 64]}}
-    values = [{"w": {"exp_avg": {QUANTISED: ["OptimStateFp8", []]}}}, {}]
-    shares = [SimpleNamespace(atoms=atoms, progress={"values": each}) for each in values]
-    refuse_divided_blocks(shares[:1], state)
-    with pytest.raises(RunMismatch, match="by some ranks"):
-        refuse_divided_blocks(shares, state)
+        refuse_unequal_quantisation([optimizer], {id(weight): "w"}, {"w": (129, 64)}, uneven)
 
 
 def optimizer_of(kind, parameters, **options):

@@ -296,17 +296,17 @@ def test_only_the_newest_bases_stay_where_that_is_asked_for(long_run, tmp_path, 
 @pytest.mark.slow
 def test_what_another_copied_meanwhile_goes_whole_or_not_at_all(long_run, tmp_path, bucket, monkeypatch):
     """Of commits that the directory does not have any more, and that were not there when this one began to copy."""
-    first = Pusher(long_run, bucket, keep=Keep(1))
-    retire = Pusher._retire
+    acquired, others = bucket_lock.BucketLock.acquired, []
 
-    def after_another(self):
-        if self is first:
-            Pusher(tmp_path / "earlier", bucket).push()
-        retire(self)
+    def after_another(self, wait_seconds):
+        if not wait_seconds:  # what is not kept goes next
+            others.append(Pusher(tmp_path / "earlier", bucket).push())
+        return acquired(self, wait_seconds)
 
-    monkeypatch.setattr(Pusher, "_retire", after_another)
-    first.push()
-    assert assert_whole(bucket) == 20
+    monkeypatch.setattr(bucket_lock.BucketLock, "acquired", after_another)
+    Pusher(long_run, bucket, keep=Keep(1)).push()
+    [other] = others
+    assert other.commits and assert_whole(bucket) == 20
     assert len(RunReader(bucket).commits()) == 1
 
 

@@ -22,7 +22,7 @@ SECONDS = 1.0
 """The time between two rounds."""
 PATIENCE_SECONDS = 20.0
 """The longest time that a node waits, at the end, for the copies of the others."""
-ENDING_SECONDS = 10.0
+ABORT_WAIT_SECONDS = 10.0
 """The longest time that a run which is not copied to its end waits for a copy under way."""
 POLL_SECONDS = 0.1
 
@@ -81,7 +81,7 @@ class Remote:
         self._ending.set()
         if not waits:
             return
-        thread.join(ENDING_SECONDS if step is None else None)
+        thread.join(ABORT_WAIT_SECONDS if step is None else None)
         if step is None:
             self._events = EventLog(None)  # the run's is closed next
             return

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..events import EventLog
-from ..state.live_state import local_held
+from ..state.layout.regions import local_held
 from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
@@ -61,7 +61,7 @@ class DurabilityBackend(ABC):
         self.begun = False
 
     @property
-    def least_bytes(self) -> int:
+    def min_copy_bytes(self) -> int:
         """The bytes of memory that copies are known to take where the disk is behind, before any optimizer's step."""
         held = sum(local_held(each.parameter).nbytes for each in self._training.state.stored)
         return self._num_slots * self._slot_bytes() + min(self.staging_bytes, held)

@@ -132,7 +132,7 @@ class Options:
         return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
 
-def refuse_little_memory(ranks: Ranks, nbytes: int, memory_bytes: int) -> None:
+def refuse_too_little_memory(ranks: Ranks, nbytes: int, memory_bytes: int) -> None:
     """Raise ``BadInput`` if the ranks of a machine would fill more of its memory than is free, while they train.
 
     Staging buffers are made when they are first needed, so nothing else would show it before the first steps.

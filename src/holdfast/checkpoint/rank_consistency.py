@@ -27,7 +27,7 @@ from ..errors import ModelNotSupported
 from ..quantities import MiB, packed, shown
 from ..state.layout.regions import AnyRegion, ReplicatedRegion, copies, owners, refuse_gaps
 from ..state.live_state import BUFFERS, LiveState
-from ..state.quantised_slots import refuse_uneven
+from ..state.quantised_slots import refuse_unequal_quantisation
 from .capture.state_digests import digests
 
 BYTES_PER_STEP = 16 * MiB
@@ -271,7 +271,7 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
     def check() -> None:
         regions = [{name: region for name, (region, _) in parameters.items()} for parameters in held_by]
         refuse_gaps(regions, state.boxes)
-        refuse_uneven(state.optimizers, state.name_of, state.wholes, regions)
+        refuse_unequal_quantisation(state.optimizers, state.name_of, state.wholes, regions)
 
     ranks.all_do(check)
     if not ranks.alone:

@@ -25,7 +25,7 @@ from ..state.layout.overlaps import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away
 from ..state.progress import UngivenSchedulers
-from .capture.mutation_check import TransientBuffers
+from .capture.mutation_check import CarriedBuffers
 from .capture.optimizer_attributes import OptimizerAttributes, StateCheck
 from .capture.optimizer_hooks import Update
 from .compression.codecs import Codec
@@ -107,7 +107,7 @@ class TrainingState:
         self._schedule_at: Any = None
         self._late_moves = 0
         """The number of successive steps before which the schedule was moved too late to be noted."""
-        self._told_of_buffers = self._told_of_parameters = False
+        self._warned: set[str] = set()
         self._buffers_at_look: set[str] = set()
         self._given_frozen: list[str] | None = None
         """Parameters that did not require gradients at the first scan."""
@@ -116,7 +116,7 @@ class TrainingState:
         self._own = [OptimizerAttributes(optimizer) for optimizer in self.optimizers]
         self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
         self._told_of_own: set[int] = set()
-        self._passing = TransientBuffers(ranks.alone)
+        self._passing = CarriedBuffers(ranks.alone)
         self._joined: set[str] = set()
         """Names of buffers that overlapped only with one another at a scan; a forward pass may separate them."""
         self.has_new_buffers = False
@@ -186,10 +186,10 @@ class TrainingState:
             self._given_frozen = [p.name for p in self.state.parameters if not p.parameter.requires_grad]
 
     @property
-    def has_other_tensors(self) -> bool:
-        """Return whether parameters or buffers came, went or were replaced by other objects."""
+    def has_replaced_tensors(self) -> bool:
+        """True if a parameter or buffer came, went, was replaced, or was first seen to change and be carried."""
         state = self.state
-        return self.has_new_buffers or state.has_other_buffers() or state.has_other_parameters()
+        return self.has_new_buffers or state.has_other_buffers() or state.has_replaced_parameters()
 
     @property
     def update_again(self) -> Callable[[int], None] | None:
@@ -394,22 +394,25 @@ class TrainingState:
                 " optimizer has stepped."
             )
 
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, stacklevel=6)
+
     def progress(self) -> dict[str, Any]:
         """Return the progress of the current step as JSON: all state that is no tensor."""
-        if not self.ranks.alone and not self._told_of_parameters and self.state.has_other_parameters():
-            self._told_of_parameters = True
-            warnings.warn(
+        if not self.ranks.alone and self.state.has_replaced_parameters():
+            self._warn_once(
+                "parameters",
                 "parameters or modules of the model came, went or were replaced by other objects after the run began,"
                 " and of several ranks none has the new ones in the run. Close this Checkpointer, and make another with"
                 " the model as it is now; where only values change, copy them in place (parameter.data.copy_).",
-                stacklevel=5,
             )
-        if not self.ranks.alone and not self._told_of_buffers and self.state.has_other_buffers():
-            self._told_of_buffers = True
-            warnings.warn(
+        if not self.ranks.alone and self.state.has_other_buffers():
+            self._warn_once(
+                "buffers",
                 "buffers came or went after the run began, and of several ranks none has them in the run: register them"
                 " with their shapes, or run a forward pass before Checkpointer().",
-                stacklevel=5,
             )
         about = replay_info(self.state, self.after_update is not None)
         aliases = aliases_of(self.state.parameters)

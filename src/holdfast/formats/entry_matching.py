@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import BadInput, RunMismatch
 from ..quantities import shown
-from ..state.tensor_entries import CARRIED, FLOATS, QUANTISED, SEED, STEP
+from ..state.tensor_entries import CARRIED, FLOATS, SEED, STEP, quantised_in
 from .source import Source, SourceTensor
 
 Group = tuple[dict[str, Any], list[str]]
@@ -229,7 +229,7 @@ def _state(
     if not there:
         if kept != frozenset() and lacking is not None:
             lacking.append(name)
-    elif kept is not None and any(map(is_quantised, held.values())):
+    elif kept is not None and quantised_in(held):
         result.another[name] = (
             f"of {name} it has what torchao quantised, and the one here keeps numbers in full"
         )
@@ -250,15 +250,10 @@ def _state(
     return {slot: stored for slot, stored in slots.items() if slot in wanted or slot == "param"}
 
 
-def is_quantised(value: Any) -> bool:
-    """Return whether a value, as JSON, is the class of optimizer state that is stored in parts."""
-    return isinstance(value, dict) and QUANTISED in value
-
-
 def refuse_quantised(source: Source, library: str) -> None:
     """Raise ``BadInput`` for optimizer state in parts, of which ``library`` cannot make what it was."""
     for name, values in (source.progress.get("values") or {}).items():
-        if any(map(is_quantised, values.values())):
+        if quantised_in(values):
             raise BadInput(
                 f"the optimizer state of {name} in {source.path} was quantised by torchao, and {library} could not load"
                 " its parts. Write --to holdfast or safetensors, or the weights alone --to huggingface; or resume the"
@@ -273,7 +268,7 @@ def _find_nested(source: Source, result: Match) -> None:
     """
     for name in result.found if "replay" not in source.progress else ():
         slots = {**result.found[name], **result.values.get(name, {})}
-        whole = {slot for slot, value in slots.items() if is_quantised(value)}
+        whole = quantised_in(slots)
         slots = [slot for slot in slots if "." in slot or slot in source.unnested]
         slots = [slot for slot in slots if slot.rpartition(".")[0] not in whole]
         odd = sorted(source.unnested & set(slots))

@@ -26,11 +26,11 @@ from ..quantities import MiB, packed
 from ..state.capture import CapturedParameter
 from ..state.encoding import decode
 from ..state.layout.overlaps import Key, OverlappingMemory, described, key_names
-from ..state.layout.regions import AnyRegion, Region, blocks_of, boxes_of
+from ..state.layout.regions import AnyRegion, Region, boxes_of
 from ..state.live_state import LiveState
 from ..state.plain_tensors import FROM_NAME, TO_NAME, flat_bytes
 from ..state.progress import fill_groups
-from ..state.quantised_slots import block_size, is_part
+from ..state.quantised_slots import block_size, blocks_in, is_part
 from ..state.tensor_entries import STEP
 from .entry_keys import nested
 from .entry_matching import Allowed, ExpectedTensor, Match, groups_of, match
@@ -210,7 +210,7 @@ def _boxes_here(
         return boxes_of(region)
     if is_part(values, slot):
         size = block_size(values, slot, stored.atom.elements, parameter.shape)
-        return [blocks_of(parameter.name, parameter.shape, region, size) if size else Region.whole(shape)]
+        return [blocks_in(parameter.name, parameter.shape, region, size) if size else Region.whole(shape)]
     if stored.atom.elements > 1 and region != Region.whole(parameter.shape):
         raise RunMismatch(
             f"{parameter.name}/{slot} is {list(shape)} and not of its parameter's shape, of which this rank holds"

@@ -211,10 +211,18 @@ class IOQueue:
 class DriveQueues(IOQueue):
     """The queue of a run's own drive, and one queue for each of ``directories``, which are on other drives."""
 
-    def __init__(self, directories: Sequence[Path], *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        threads: int = 4,
+        read_limit: int | None = None,
+        write_limit: int | None = None,
+        total_limit: int | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start the queues. The arguments of ``IOQueue`` hold for each drive."""
-        super().__init__(*args, **options)
-        self._another = partial(IOQueue, *args, **options)
+        super().__init__(threads, read_limit, write_limit, total_limit, prepare)
+        self._another = partial(IOQueue, threads, read_limit, write_limit, total_limit, prepare)
         self.others: dict[Path, IOQueue] = {}
         self.add(directories)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,16 +34,16 @@ from .layout.regions import (
     AnyRegion,
     Region,
     ReplicatedRegion,
-    blocks_of,
     box_of,
     copy_common,
     is_cut_alike,
     is_distributed,
     is_nothing,
+    local_held,
     local_of,
 )
 from .plain_tensors import TO_NAME, is_plain, unsupported_kind
-from .quantised_slots import block_size, classes_in, opened, put_values
+from .quantised_slots import block_size, blocks_in, quantised_classes, restore_values, with_parts
 from .tensor_entries import QUANTISED, RESIDUAL, TensorEntry
 
 BUFFERS = "buffers"
@@ -92,7 +92,7 @@ class LiveState:
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
             self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
         self._had_buffers = self._buffer_names()
-        self._had_places = _places(self._modules)
+        self._had_places = _module_places(self._modules)
         self.made_joined: set[str] = set()
         """Names of buffers that overlapped only with one another before ``arrange_buffers``."""
         self._optimizer_of: dict[str, int] = {}
@@ -139,14 +139,14 @@ class LiveState:
             return self.wholes[atom.name], region
         if size := self.block_size(atom):
             whole = self.wholes[atom.name]
-            return (prod(whole) // size,), blocks_of(atom.name, whole, self.boxes[atom.name], size)
+            return (prod(whole) // size,), blocks_in(atom.name, whole, self.boxes[atom.name], size)
         return atom.shape, Region.whole(atom.shape)
 
     def block_size(self, atom: TensorEntry) -> int | None:
-        """Return of how many elements of its parameter one element of ``atom`` is; None if it is of one alone."""
+        """Return how many elements of its parameter share one element of ``atom``; None if each has its own."""
         if "." not in atom.slot:
             return None
-        classes = classes_in(self._state(self.parameter(atom.name)))
+        classes = quantised_classes(self._state(self.parameter(atom.name)))
         return block_size(classes, atom.slot, atom.elements, self.wholes[atom.name], self.boxes[atom.name])
 
     def lacks(self, name: str) -> bool:
@@ -179,7 +179,7 @@ class LiveState:
                     " parameter is, so it could not be brought back. Use an optimizer whose state has the shape of its"
                     " parameters, such as AdamW or Muon."
                 )
-        return dict(_held(parameter.name, slot, tensor) for slot, tensor in opened(held).items())
+        return dict(_held(parameter.name, slot, tensor) for slot, tensor in with_parts(held).items())
 
     def refuse_unsupported_state(self) -> None:
         """Raise ``BadInput`` if an optimizer holds something that no snapshot can. Takes longer than ``owned``."""
@@ -231,13 +231,12 @@ class LiveState:
         """Return whether a persistent buffer has come or gone since this object was made."""
         return self._buffer_names() != self._had_buffers
 
-    def has_other_parameters(self) -> bool:
+    def has_replaced_parameters(self) -> bool:
         """Return whether a parameter or a module has come, gone or been replaced since this object was made.
 
         Sharded parameters are left out, since FSDP2 puts the whole ones in their place at times.
         """
-        there, names, things, holders, sizes = self._had_places  # in flat lists, since every step asks
-        return not all(map(is_, map(dict.get, there, names), things)) or list(map(len, holders)) != sizes
+        return not self._had_places.are_same()
 
     def _buffer_names(self) -> list[tuple[int, list[str]]]:
         """Return the names of the persistent buffers that each module has now."""
@@ -316,7 +315,7 @@ class LiveState:
         for parameter in self.stored:
             slots = self._state(parameter)
             plain = {s: v for s, v in slots.items() if not isinstance(v, torch.Tensor)}
-            if classes := classes_in(slots):
+            if classes := quantised_classes(slots):
                 found[parameter.name] = classes
             if plain:
                 known = self._known_beside(parameter.parameter.device)
@@ -474,16 +473,22 @@ class LiveState:
 
     @torch.no_grad()
     def load_part(
-        self, name: str, slot: str, value: torch.Tensor, box: AnyRegion, block: int | None = None
+        self, name: str, slot: str, value: torch.Tensor, box: AnyRegion, block_size: int | None = None
     ) -> None:
         """Copy this process's part of the region ``box`` of a parameter or a tensor of its shape.
 
-        Such tensors belong to its optimizer or its error feedback. With ``block`` it is a tensor with one element for
-        so many of the parameter, and the region is of that.
+        Such tensors belong to its optimizer or its error feedback.
+
+        Args:
+            name: The name of the parameter.
+            slot: The slot of the tensor.
+            value: The tensor's elements in ``box``.
+            box: The region of ``value``: of the parameter, or of the tensor's blocks with ``block_size``.
+            block_size: The elements of the parameter that share one element of the tensor; None if each has its own.
         """
         here, captured = self.boxes[name], self._parameter[name]
-        if block:
-            here = blocks_of(name, self.wholes[name], here, block)
+        if block_size:
+            here = blocks_in(name, self.wholes[name], here, block_size)
         if self.lacks(name):
             return
         if slot == RESIDUAL:
@@ -492,9 +497,9 @@ class LiveState:
                 self.residuals[captured.parameter] = torch.zeros(here.shape, dtype=value.dtype, device=device)
             copy_common(self.residuals[captured.parameter], here, value, box)
             return
-        if slot != "param" and slot not in opened(self._state(captured)):  # even if it is empty here
+        if slot != "param" and slot not in with_parts(self._state(captured)):  # even if it is empty here
             self._load_slot(name, slot, value.new_empty(here.shape))
-        held = captured.held() if slot == "param" else opened(self._state(captured))[slot]
+        held = captured.held() if slot == "param" else with_parts(self._state(captured))[slot]
         copy_common(local_of(held), here, value, box)
 
     def load_values(self, values: Mapping[str, dict[str, Any]], counts_anew: bool = False) -> None:
@@ -507,7 +512,7 @@ class LiveState:
         for name, slots in values.items():
             optimizer, parameter = self.optimizers[self._optimizer_of[name]], self._parameter[name].parameter
             resolve = self._resolve_on(parameter.device)
-            put_values(optimizer.state[parameter], decode(slots, resolve), parameter)
+            restore_values(optimizer.state[parameter], decode(slots, resolve), parameter)
         counted = {self._optimizer_of[name] for name, slots in values.items() if "step" in slots}
         for optimizer in (self.optimizers[number] for number in sorted(counted) if counts_anew):
             # load_state_dict does so too: torch's own optimizers turn step counts from before 1.12 into tensors
@@ -541,7 +546,7 @@ class LiveState:
         parameter, optimizer = self._parameter[name], self.optimizers[self._optimizer_of[name]]
         slots = self._state(parameter)
         if (
-            slot not in slots and (part := opened(slots).get(slot)) is not None
+            slot not in slots and (part := with_parts(slots).get(slot)) is not None
         ):  # of a tensor that is made already
             part.copy_(value)
             return
@@ -571,11 +576,6 @@ class LiveState:
         return {} if index is None else self.optimizers[index].state.get(parameter.parameter, {})
 
 
-def local_held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of ``tensor`` without involving autograd."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def counts_on_host(group: Mapping[str, Any]) -> bool:
     """Return whether torch's optimizers keep the step counts of the ``group`` on the host.
 
@@ -588,20 +588,34 @@ Holder = dict[str, Any]
 """The parameters, or the submodules, of one module."""
 
 
-def _places(
-    modules: Iterable[nn.Module],
-) -> tuple[list[Holder], list[str], list[Any], list[Holder], list[int]]:
-    """Return where the parameters and submodules of ``modules`` are held, and how many each holder has.
+class ModulePlaces(NamedTuple):
+    """The places of the parameters and submodules of modules, in flat lists, since every step compares them.
 
-    The lists are the holder, the name and the object of each; then all holders, and the number that each holds.
+    The first three lists are the holder, the name and the object of each; the last two are all holders, and the number
+    of objects that each holds.
     """
+
+    there: list[Holder]
+    names: list[str]
+    things: list[Any]
+    holders: list[Holder]
+    sizes: list[int]
+
+    def are_same(self) -> bool:
+        """Return whether every holder still holds the same objects, and no others."""
+        found = map(dict.get, self.there, self.names)
+        return all(map(is_, found, self.things)) and list(map(len, self.holders)) == self.sizes
+
+
+def _module_places(modules: Iterable[nn.Module]) -> ModulePlaces:
+    """Return where the parameters and submodules of ``modules`` are held now. Distributed ones are left out."""
     holders = [holder for module in modules for holder in (module._parameters, module._modules)]
     found: list[tuple[Holder, str, Any]] = [
         (holder, name, thing) for holder in holders for name, thing in holder.items()
     ]
     found = [each for each in found if not is_distributed(each[2])]
     there, names, things = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
-    return there, names, things, holders, list(map(len, holders))
+    return ModulePlaces(there, names, things, holders, list(map(len, holders)))
 
 
 def _persistent(module: nn.Module) -> list[str]:

@@ -47,6 +47,12 @@ PENDING = "mezo"
 """The key, in the progress of a MeZO commit, of the last update, which the commit's files lack."""
 QUANTISED = "__quantised__"
 """The key, among a parameter's values, of the class of optimizer state that is stored in parts, and its arguments."""
+QUANTISED_CLASSES = {
+    "torchao.optim.subclass_8bit.OptimState8bit": ("signed", "dtype"),
+    "torchao.optim.subclass_4bit.OptimState4bit": ("signed", None, "dtype"),
+    "torchao.optim.subclass_fp8.OptimStateFp8": ("dtype",),
+}
+"""torchao's classes of such state, with the arguments of each beside its tensors; None stands for the shape."""
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The names by which torch's wrappers hold the module inside; other wrappers call it ``module``."""
 
@@ -89,6 +95,16 @@ class TensorEntry:
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> TensorEntry:
         return cls(described["name"], described["slot"], tuple(described["shape"]), described["dtype"])
+
+
+def is_quantised_class(value: Any) -> bool:
+    """Return whether ``value``, as JSON, is the class of optimizer state that is stored in parts."""
+    return isinstance(value, dict) and QUANTISED in value
+
+
+def quantised_in(values: Mapping[str, Any]) -> list[str]:
+    """Return the slots of a parameter whose state is stored in parts; ``values`` are its values, as JSON."""
+    return [slot for slot, value in values.items() if is_quantised_class(value)]
 
 
 def fragment(unit: str, key: str, box: Region) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import os
 import random
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import DiskFailed
@@ -44,8 +45,18 @@ class BucketLock:
         self.holder = ""
         """The process that had the lock at the last attempt in vain, for people."""
 
-    def take(self, wait_seconds: float) -> bool:
-        """Take the lock, and return whether that was possible within ``wait_seconds``."""
+    @contextmanager
+    def acquired(self, wait_seconds: float) -> Iterator[bool]:
+        """Hold the lock inside, if it could be acquired within ``wait_seconds``; yield whether it was."""
+        is_acquired = self.acquire(wait_seconds)
+        try:
+            yield is_acquired
+        finally:
+            if is_acquired:
+                self.release()
+
+    def acquire(self, wait_seconds: float) -> bool:
+        """Acquire the lock, and return whether that was possible within ``wait_seconds``."""
         end = time.monotonic() + wait_seconds
         while True:
             self._taken_at = _running_seconds()

@@ -71,7 +71,7 @@ class Pusher:
         self._published: dict[CommitRef, Manifest] = {}
         self._timelines: dict[int, Timeline] = {}
         """The timelines of the bucket, also those of which only manifests or log records tell."""
-        self._absent: set[str] = set()
+        self._missing_timeline_records: set[str] = set()
         """The records of ``_timelines`` that the bucket lacks."""
         self._records = RecordsCopy(self._local.disk, self._disk)
         self._begun = self._tidy = False
@@ -97,7 +97,7 @@ class Pusher:
         here = self._local.timelines()[0]
         self._timelines, damaged = self._remote.timelines()
         there = self._timelines
-        self._absent = {error.path for error in damaged if isinstance(error, FileMissing)}
+        self._missing_timeline_records = {error.path for error in damaged if isinstance(error, FileMissing)}
         if there and not here:
             raise RunMismatch(
                 f"{self._disk.root} holds a run, and {self._local.root} has none yet that it could be the copy of. To"
@@ -146,7 +146,12 @@ class Pusher:
                     self._done.retired.append(manifest.ref)
         if self._keep is not None and not self._unreadable and (self._done.commits or not self._tidy):
             self._tidy = False
-            self._tidy = self._retire()
+            with self._lock.acquired(
+                0.0
+            ) as is_acquired:  # another process may have it: the next push tries again
+                if is_acquired:
+                    self._remove_unkept()
+            self._tidy = is_acquired
         self._report_incomplete()
         self._done.durable_step = self.durable_step
         line = lineage(self._published, self._timelines, newest_tip(self._published, self._timelines))
@@ -206,7 +211,7 @@ class Pusher:
             return
         self.check()
         self._learn()
-        self._leave_incomplete(self._disk.sizes("data"))
+        self._set_aside_incomplete(self._disk.sizes("data"))
         self._records.look()
         self._begun = True
 
@@ -216,13 +221,13 @@ class Pusher:
 
     def _push_timelines(self) -> None:
         for timeline, record in sorted(self._local.timelines()[0].items()):
-            if timeline in self._timelines and record.path not in self._absent:
+            if timeline in self._timelines and record.path not in self._missing_timeline_records:
                 continue
             if not self._disk.put_new(record.path, record.encode()):
                 there = Timeline.decode(self._disk.read_bytes(record.path), record.path)
                 self._refuse_another(record, there)
             self._timelines[timeline] = record
-            self._absent.discard(record.path)
+            self._missing_timeline_records.discard(record.path)
             self.durable_step = self._reach()
 
     def _refuse_another(self, here: Timeline, there: Timeline) -> None:
@@ -244,15 +249,13 @@ class Pusher:
         for stream in copy.streams:  # a snapshot may need log records to reach one step
             journal = self._records.journal(stream, self._timelines, copy.timeline)
             chain_of(copy, stream, journal, copy.step)
-        if not self._lock.take(WAIT_SECONDS):
-            raise DiskFailed(
-                f"{self._lock.holder} publishes or removes in {self._disk.root} for longer than {WAIT_SECONDS:.0f} s."
-                " Nothing was published: push again."
-            )
-        try:
+        with self._lock.acquired(WAIT_SECONDS) as is_acquired:
+            if not is_acquired:
+                raise DiskFailed(
+                    f"{self._lock.holder} publishes or removes in {self._disk.root} for longer than"
+                    f" {WAIT_SECONDS:.0f} s. Nothing was published: push again."
+                )
             copy = self._publish(copy, manifest.key)
-        finally:
-            self._lock.release()
         self._published[copy.ref] = copy
         self._incomplete.pop(copy.ref, None)
         self._done.commits.append(copy.ref)
@@ -421,16 +424,6 @@ class Pusher:
         gone = dropped(commits, timelines, tip, retain=last, room=last, for_good=for_good)
         return gone, for_good - set(line[:last])
 
-    def _retire(self) -> bool:
-        """Remove what is not kept, and return whether that was possible: another process may have the lock."""
-        if not self._lock.take(0.0):
-            return False
-        try:
-            self._remove_unkept()
-        finally:
-            self._lock.release()
-        return True
-
     def _remove_unkept(self) -> None:
         """Remove the manifests of commits that are not kept, then the files that no other commit needs.
 
@@ -442,7 +435,7 @@ class Pusher:
         if self._unreadable:
             return
         sizes = self._disk.sizes("data")
-        self._leave_incomplete(sizes)
+        self._set_aside_incomplete(sizes)
         gone, alone = self._unwanted(self._published, self._timelines)
         all_listed = {**self._published, **self._incomplete}
         gone += [ref for ref in self._unwanted(all_listed, self._timelines)[0] if ref in self._incomplete]
@@ -470,7 +463,7 @@ class Pusher:
         self._lock.check()
         self._disk.unlink(path)
 
-    def _leave_incomplete(self, sizes: dict[str, int]) -> None:
+    def _set_aside_incomplete(self, sizes: dict[str, int]) -> None:
         """Let listed commits count for nothing whose payload is not among ``sizes``, so that they are copied again."""
         for ref, manifest in list(self._published.items()):
             is_whole = all(sizes.get(file.path) == file.bytes for file in manifest.files.values())

@@ -3,7 +3,7 @@
 Each tensor counts its changes in place. The counter shows changes by an optimizer and to the tensor itself, but not
 those through ``.data`` or NumPy. A parameter that gets other memory is noticed by its address. Every step runs three
 scans of parameters and optimizer state (``MutationCheck``), so each is a few passes over flat lists, and one of the
-buffers that are not persistent (``TransientBuffers``).
+buffers that are not persistent (``CarriedBuffers``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...errors import BadInput
 from ...quantities import MiB
 from ...state.capture import changes_of, small_attributes, storable
 from ...state.encoding import decode
-from ...state.layout.regions import is_distributed
-from ...state.live_state import LiveState, local_held
+from ...state.layout.regions import is_distributed, local_held
+from ...state.live_state import LiveState
 
 PATIENCE = 1000
 """The number of iterations without a step that is an error: more than gradients are accumulated over."""
@@ -235,7 +235,7 @@ def _held(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) 
         return []
 
 
-class TransientBuffers:
+class CarriedBuffers:
     """The non-persistent buffers of the model of one training loop, which is ``alone`` if it has one process.
 
     A buffer with ``persistent=False`` is a constant or a cache, which a model makes anew. One that changes from step to
@@ -369,7 +369,7 @@ class TransientBuffers:
         return {"modules": modules, "rebound": sorted(self._rebound & self.carried)}
 
     def restore(self, state: LiveState, progress: Mapping[str, Any]) -> None:
-        """Restore the module attributes that ``told`` returned."""
+        """Restore the module attributes that ``recorded_attributes`` returned."""
         module_of = {_above(name): module for name, (module, _) in state.passing.items()}
         for above, attributes in progress.get("modules", {}).items():
             module = module_of.get(above)

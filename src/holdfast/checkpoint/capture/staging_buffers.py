@@ -41,7 +41,7 @@ from ...quantities import PAGE, format_bytes
 from ...state.plain_tensors import FROM_NAME
 from ...store.format.payload_layout import Layout
 
-LEAST = 2
+MIN_BUFFERS = 2
 """The number of buffers that a pool needs: one is written while another is filled."""
 
 
@@ -144,12 +144,12 @@ class StagingPool:
         self.slots.append(StagingBuffer(self._layouts, departures=self._departures))
         self._free.append(self.slots[-1])
 
-    def _make_if_possible(self) -> None:
+    def _make_or_stop_growing(self) -> None:
         """Make one more buffer. Where the system has no memory for it, those that were made are all there will be."""
         try:
             self._make()
         except (OSError, MemoryError) as error:
-            if len(self.slots) < LEAST:
+            if len(self.slots) < MIN_BUFFERS:
                 raise
             self.count = len(self.slots)
             warnings.warn(
@@ -169,7 +169,7 @@ class StagingPool:
         """Return a free staging buffer; None if none becomes free within ``timeout`` seconds."""
         with self._changed:
             if not self._free and len(self.slots) < self.count:
-                self._make_if_possible()
+                self._make_or_stop_growing()
             if not self._free and timeout > 0:
                 self._changed.wait_for(lambda: bool(self._free), timeout)
             slot = self._free.pop() if self._free else None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import torch
@@ -28,9 +27,8 @@ from ...state.layout.overlaps import (
     key_names,
     placed,
 )
-from ...state.layout.regions import blocks_of
 from ...state.live_state import BUFFERS, LiveState
-from ...state.quantised_slots import block_size, quantised_in
+from ...state.quantised_slots import refuse_divided_blocks
 from ...state.tensor_entries import RESIDUAL
 from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
@@ -323,7 +321,9 @@ class Lineage:
                 " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
                 " change the parallelism then."
             )
-        refuse_divided_blocks([*self.shares.values()], state)
+        shares = self.shares.values()
+        stored = [(share.atoms.values(), share.progress.get("values", {})) for share in shares]
+        refuse_divided_blocks(stored, state.wholes, state.boxes)
         step = self.step
         self._pour(state)
         while self.step < step:
@@ -618,28 +618,3 @@ def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
 def uses_feedback(about: dict[str, Any]) -> bool:
     """Return whether the step of a record changed residuals."""
     return any(update.get("codec", {}).get("feedback") for update in about["updates"])
-
-
-def refuse_divided_blocks(shares: Sequence[SnapshotShard], state: LiveState) -> None:
-    """Raise ``RunMismatch`` where quantised optimizer state cannot be divided as ``state`` is.
-
-    Either a border lies inside a block, or only some of the writers quantised the state of a parameter.
-    """
-    quantised: dict[str, set[frozenset[str]]] = {}
-    for share in shares:
-        values = share.progress.get("values", {})
-        for atom in share.atoms.values():
-            name = atom["name"]
-            if name not in state.wholes:
-                continue
-            whole, own = state.wholes[name], values.get(name, {})
-            if atom["slot"] == "param":
-                quantised.setdefault(name, set()).add(frozenset(quantised_in(own)))
-            elif size := block_size(own, atom["slot"], prod(atom["shape"]), whole):
-                blocks_of(name, whole, state.boxes[name], size)
-    for name, found in quantised.items():
-        if len(found) > 1:
-            raise RunMismatch(
-                f"the optimizer state of {name} was quantised by some ranks and kept in full by others, so it cannot be"
-                " divided otherwise. Resume with as many ranks as the run had."
-            )

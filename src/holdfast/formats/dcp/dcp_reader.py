@@ -19,10 +19,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInput, Damaged, FileMissing, HoldfastError, RunMismatch
+from ...errors import BadInput, Damaged, FileMissing, HoldfastError
 from ...quantities import KiB, counted
 from ...state.layout.fragments import Fragment, Fragments, dense, row_major
-from ...state.layout.regions import Region, blocks_of
+from ...state.layout.regions import Region, whole_blocks
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
 from ..entry_keys import PROGRESS, ShapeAndType, name_all
 from ..source import NUM_LOCKS, SourceTensor, StoredArray, WithNumbers, looking_at
@@ -108,7 +108,7 @@ class Entries(WithNumbers):
         if where.crc32 is not None or part in self._tensors:
             return where
         _, entry, shape = self._entries[part]
-        archive = Archive(entry.path, entry.offset, entry.nbytes)
+        archive = entry.archive()
         tensor = archive.content
         if not isinstance(tensor, Tensor):
             raise Damaged(f"there is a {type(tensor).__name__} and no tensor", path=where.path)
@@ -158,7 +158,7 @@ class Values:
         if data and data in self._known:
             return self._known[data]
         try:
-            archive = Archive(entry.path, entry.offset, entry.nbytes)
+            archive = entry.archive()
             value = Plain(archive)(archive.content)
         except Damaged as error:
             raise Damaged(
@@ -214,19 +214,16 @@ class DcpFolder(Entries):
         shards, way = claims.tensors.pop(key), claims.paths[key]
         shape, found = shards.kind.shape, dict[str, list[Fragment]]()
         for chunk in shards.chunks:
-            archive = (
-                None
-                if chunk.entry is None
-                else Archive(chunk.entry.path, chunk.entry.offset, chunk.entry.nbytes)
-            )
-            for part, tensor in {} if archive is None else quantised_parts(archive.content).items():
-                assert archive is not None
-                name, told = f"{key}.{part}", quantised_class(archive.content)
+            if chunk.entry is None:
+                continue
+            archive = chunk.entry.archive()
+            for part, tensor in quantised_parts(archive.content).items():
+                name, kind = f"{key}.{part}", quantised_class(archive.content)
                 whole, box = _part_of(key, shape, chunk.box, part, tensor.shape)
                 number = archive.part_in(self, tensor.storage)
                 check_inside(name, tensor, self.parts[number])
                 first = claims.tensors.setdefault(name, Shards(ShapeAndType(whole, tensor.storage.dtype), ()))
-                if first.kind != (whole, tensor.storage.dtype) or rest.setdefault(key, told) != told:
+                if first.kind != (whole, tensor.storage.dtype) or rest.setdefault(key, kind) != kind:
                     raise BadInput(f"{self.path}: the parts of {key} were not quantised alike")
                 if part != TABLE or name not in found:
                     found.setdefault(name, []).append(Fragment(box, number, tensor.offset, tensor.strides))
@@ -250,21 +247,15 @@ def _part_of(
     elements = prod(held)
     if part == TABLE or held == box.shape:
         return (held, Region.whole(held)) if part == TABLE else (shape, box)
-    try:
-        if not elements or box.elements % elements or len(held) != 1:
-            raise RunMismatch(f"its part {part} is {list(held)}, and its chunk {list(box.shape)}")
-        size = box.elements // elements
-        return (prod(shape) // size,), blocks_of(key, shape, box, size)
-    except RunMismatch as error:
-        raise BadInput(f"{key} was quantised by torchao as it cannot be read: {error}") from error
-
-
-def _content(entry: DcpEntry) -> Any:
-    """Return the content of an entry; None if it is damaged."""
-    try:
-        return Archive(entry.path, entry.offset, entry.nbytes).content
-    except Damaged:
-        return None
+    size = box.elements // elements if elements and not box.elements % elements and len(held) == 1 else 0
+    blocks = whole_blocks(shape, box, size) if size else None
+    if blocks is None:
+        raise BadInput(
+            f"{key}, {list(shape)}, was quantised by torchao in a way that cannot be read: its part {part} is"
+            f" {list(held)}, and its chunk, {box.to_json()}, is not made of whole blocks. Save it from a number of"
+            " ranks that divides its first dimension into whole blocks."
+        )
+    return (prod(shape) // size,), blocks
 
 
 @dataclass(frozen=True)
@@ -274,6 +265,10 @@ class DcpEntry:
     path: Path
     offset: int
     nbytes: int
+
+    def archive(self) -> Archive:
+        """Open the archive. Raises ``Damaged`` if it is none."""
+        return Archive(self.path, self.offset, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -360,7 +355,11 @@ class Claims:
                 continue
             entry = self._entry_of(stored, key, start)
             if box.elements * itemsize > entry.nbytes:
-                if not quantised_parts(_content(entry)):
+                try:
+                    parts = quantised_parts(entry.archive().content)
+                except Damaged:
+                    parts = {}
+                if not parts:
                     raise self._damaged(
                         f"says that {box.elements} elements of {key} are in {entry.nbytes} bytes of {entry.path.name}"
                         f" from {entry.offset} on"

@@ -26,7 +26,6 @@ from ...state.tensor_entries import TensorEntry
 from ..dcp.dcp_reader import METADATA, Chunk, Claims, DcpEntry, DcpFolder, Entries, Shards, Values
 from ..entry_keys import EXTRA, ShapeAndType, slot_of
 from ..source import Source, SourceTensor
-from ..torch_archive.archives import Archive
 from .megatron_contents import (
     COMMON,
     CONFIG,
@@ -116,7 +115,7 @@ class TorchDist(Entries):
     def _gathered(self, key: str, entry: DcpEntry) -> bool:
         if not is_flat(key) or "param_state" not in key:
             return False
-        return self._buffers.add_object(key, Archive(entry.path, entry.offset, entry.nbytes), self)
+        return self._buffers.add_object(key, entry.archive(), self)
 
     def _tensors_of(self, claims: Claims) -> tuple[dict[str, ModelTensor], States]:
         """Return the tensors of the model by name, and those of its optimizer."""

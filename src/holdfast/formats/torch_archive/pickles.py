@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from ...errors import Damaged
-from ...state.tensor_entries import DTYPE_BYTES, QUANTISED, TORCH_NAMES
+from ...state.tensor_entries import DTYPE_BYTES, QUANTISED, QUANTISED_CLASSES, TORCH_NAMES
 
 STORAGES = {
     "FloatStorage": "F32", "DoubleStorage": "F64", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -111,14 +111,6 @@ class PickledObject:
         return self.fields.get(name, default)
 
 
-QUANTISED_CLASSES = {
-    "torchao.optim.subclass_8bit.OptimState8bit": ("signed", "dtype"),
-    "torchao.optim.subclass_4bit.OptimState4bit": ("signed", None, "dtype"),
-    "torchao.optim.subclass_fp8.OptimStateFp8": ("dtype",),
-}
-"""The classes of state that torchao quantised, with the arguments of each beside its tensors; None is the shape."""
-
-
 def quantised_parts(value: Any) -> dict[str, Tensor]:
     """Return the tensors of which ``value`` of a pickle, optimizer state that torchao quantised, is made; else none."""
     if not isinstance(value, PickledObject) or value.name not in QUANTISED_CLASSES:
@@ -128,16 +120,15 @@ def quantised_parts(value: Any) -> dict[str, Tensor]:
 
 def quantised_class(value: PickledObject) -> dict[str, Any]:
     """Return as JSON what ``state.quantised_slots`` needs to make such state of its parts."""
-    given = []
+    arguments: list[dict[str, Any] | None] = []
     for name in QUANTISED_CLASSES[value.name]:
-        each = None if name is None else value.get(name)
-        told = (
-            {"__torch__": ["dtype", TORCH_NAMES[each]]}
-            if name == "dtype" and each in TORCH_NAMES
-            else bool(each)
-        )
-        given.append(None if name is None else {"value": told})
-    return {QUANTISED: [value.name.rpartition(".")[2], given]}
+        if name is None:
+            arguments.append(None)
+            continue
+        each = value.get(name)
+        is_dtype = name == "dtype" and each in TORCH_NAMES
+        arguments.append({"value": {"__torch__": ["dtype", TORCH_NAMES[each]]} if is_dtype else bool(each)})
+    return {QUANTISED: [value.name.rpartition(".")[2], arguments]}
 
 
 def is_distributed(value: Any) -> bool:

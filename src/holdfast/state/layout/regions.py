@@ -17,7 +17,7 @@ from math import prod
 from operator import le, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ...errors import ModelNotSupported, RunMismatch
+from ...errors import ModelNotSupported
 
 if TYPE_CHECKING:
     import torch
@@ -209,21 +209,19 @@ def copy_common(held: torch.Tensor, here: AnyRegion, value: torch.Tensor, there:
                 target[common.slices_in(one)].copy_(source[common.slices_in(other)])
 
 
-def blocks_of(name: str, whole: tuple[int, ...], region: AnyRegion, size: int) -> Region:
-    """Return which blocks, ``size`` elements each of the flattened tensor ``name``, make up ``region``.
+def whole_blocks(whole: Sequence[int], region: AnyRegion, size: int) -> Region | None:
+    """Return the range of blocks that make up ``region``; None if it is not made of whole blocks.
 
-    Raises ``RunMismatch`` if the region is not made up of whole blocks.
+    Args:
+        whole: The shape of the whole tensor.
+        region: A region of it.
+        size: The elements of one block; blocks follow one another in the flattened tensor.
     """
+    if not isinstance(region, Region) or not whole or region.shape[1:] != tuple(whole[1:]):
+        return None
     row = prod(whole[1:])
-    if isinstance(region, Region) and whole and region.shape[1:] == whole[1:]:
-        first, stop = region.start[0] * row, region.stop[0] * row
-        if first % size == 0 and stop % size == 0:
-            return Region((first // size,), (stop // size,))
-    raise RunMismatch(
-        f"the optimizer state of {name}, {list(whole)}, is quantised in blocks of {size} elements, and the part of it"
-        f" that this rank holds, {region.to_json()}, is not made of whole blocks. Resume with as many ranks as the run"
-        " had, or with a number of which all parts are."
-    )
+    first, stop = region.start[0] * row, region.stop[0] * row
+    return None if first % size or stop % size else Region((first // size,), (stop // size,))
 
 
 def refuse_gaps(held: Sequence[Mapping[str, AnyRegion]], here: Mapping[str, AnyRegion]) -> None:
@@ -288,6 +286,11 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of ``tensor``, in the same memory."""
     return cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
+
+
+def local_held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local part of ``tensor`` without involving autograd."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_cut_alike(tensor: torch.Tensor, like: torch.Tensor) -> bool:

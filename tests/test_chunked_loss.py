@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import chunked_loss, token_chunks
@@ -139,7 +140,9 @@ def test_a_collector_gets_the_bits_of_the_whole_gradient(small_tiles, dtype, opt
         inputs = [large.clone().requires_grad_(), weight, bias]
         with torch.autocast("cpu", torch.bfloat16, enabled=size == "autocast"):
             loss = chunked(*inputs, targets, **options)
-        return [loss.detach(), *torch.autograd.grad(loss * 0.3, inputs, allow_unused=True)]
+        weight.grad = bias.grad = None
+        (loss * 0.3).backward()
+        return [loss.detach(), *(each.grad for each in inputs)]
 
     (loss, by_token, none, of_bias), parts = collected(weight, run)
     assert none is None and [rows.start for (rows, _), _ in parts] == [0, 16, 32, 48]
@@ -154,7 +157,7 @@ def test_a_weight_of_two_losses_gets_its_gradient_from_autograd(small_tiles):
 
     def twice():
         loss = chunked(hidden, weight, bias, targets) + chunked(hidden * 2, weight, None, targets)
-        return torch.autograd.grad(loss, [weight], allow_unused=True)[0]
+        return gradient_of_weight(loss, weight)
 
     (first, then, alone), parts = collected(weight, lambda: (twice(), twice(), loss_of_weight(weight)))
     assert same_bits(first, twice()) and same_bits(then, first)
@@ -163,7 +166,51 @@ def test_a_weight_of_two_losses_gets_its_gradient_from_autograd(small_tiles):
 
 def loss_of_weight(weight):
     hidden, _, bias, targets = example(weight.dtype)
-    return torch.autograd.grad(chunked(hidden, weight, bias, targets), [weight], allow_unused=True)[0]
+    return gradient_of_weight(chunked(hidden, weight, bias, targets), weight)
+
+
+def gradient_of_weight(loss, weight):
+    """What a backward pass of ``loss`` gives ``weight``, None where a collector gets it."""
+    weight.grad = None
+    loss.backward()
+    return weight.grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_checkpoint_around_chunks_changes_no_bit(small_tiles, dtype, reentrant):
+    hidden, weight, bias, targets = example(dtype)
+    expected = loss_of_weight(weight)
+
+    def loss(hidden):
+        return chunked(hidden, weight, bias, targets)
+
+    def run(times=1):
+        losses = [checkpoint(loss, hidden, use_reentrant=reentrant) for _ in range(times)]
+        return gradient_of_weight(sum(losses), weight)
+
+    assert same_bits(run(), expected)
+    (alone, twice), parts = collected(weight, lambda: (run(), run(2)))
+    assert alone is None and same_bits(torch.cat([grad for _, grad in parts[:4]]), expected)
+    # two uses: autograd sums them, or each has a backward pass of its own
+    found = [twice] if not reentrant else [sum(torch.cat([g for _, g in parts[n : n + 4]]) for n in (4, 8))]
+    assert len(parts) == (12 if reentrant else 4) and same_bits(found[0], run(2))
+
+
+def test_a_backward_pass_for_others_collects_nothing(small_tiles):
+    hidden, weight, bias, targets = example(torch.bfloat16)
+    expected = loss_of_weight(weight)
+
+    def run():
+        loss = chunked(hidden, weight, bias, targets)
+        torch.autograd.grad(loss, [hidden], retain_graph=True)
+        loss.backward(inputs=[hidden], retain_graph=True)
+        (asked,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+        return asked, gradient_of_weight(loss, weight)
+
+    (asked, left), parts = collected(weight, run)
+    assert same_bits(asked, expected) and left is None
+    assert len(parts) == 4 and same_bits(torch.cat([grad for _, grad in parts]), expected)
 
 
 def test_fp16_gradients_do_not_underflow(small_chunks):

@@ -55,7 +55,8 @@ class PartCollector:
     """Takes the gradient of one weight in parts.
 
     If more than one loss in chunks uses the weight in a forward pass, autograd sums the gradients as it always does.
-    A gradient that comes from elsewhere in the same graph is added by itself.
+    A gradient that comes from elsewhere in the same graph is added by itself. A backward pass for other gradients, or
+    one that returns this gradient to its caller (``torch.autograd.grad``), collects nothing.
     """
 
     def __init__(self, collect: Callable[[Iterable[Part]], object]) -> None:
@@ -64,13 +65,41 @@ class PartCollector:
         self._uses, self._is_backward = 0, False
 
     def count_use(self) -> None:
-        """Count a use of the weight in a forward pass."""
-        self._uses, self._is_backward = (1 if self._is_backward else self._uses + 1), False
+        """Count a use of the weight in a forward pass. One that a checkpoint repeats was counted."""
+        if torch._C._current_graph_task_id() == -1:
+            self._uses, self._is_backward = (1 if self._is_backward else self._uses + 1), False
 
     def is_only_use(self) -> bool:
         """Return, in the backward pass, whether the forward pass has used the weight once."""
         self._is_backward = True
-        return self._uses == 1
+        return (
+            self._uses <= 1
+        )  # none is counted if the forward pass of a reentrant checkpoint was the only one
+
+    def collect_or_return(
+        self, weight: Any, parts: Iterable[Part], empty: Callable[[], Tensor], is_alone: bool = False
+    ) -> Tensor | None:
+        """Collect ``parts``, or return the gradient whole where this backward pass needs it so; None otherwise.
+
+        Args:
+            weight: The node of the weight in the graph of this backward pass.
+            parts: The gradient, not computed yet.
+            empty: Returns memory for the whole gradient.
+            is_alone: True if the parts are collected however often the weight is used.
+        """
+        try:
+            if not torch._C._will_engine_execute_node(weight):
+                return None
+            is_returned = False
+        except RuntimeError:  # torch.autograd.grad is to return the gradient
+            is_returned = True
+        if not is_returned and (is_alone or self.is_only_use()):
+            self.collect(parts)
+            return None
+        made = empty()
+        for place, grad in parts:
+            made[place] = grad
+        return made
 
 
 def chunked_cross_entropy(
@@ -407,9 +436,9 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (outer,) = grad_outputs
+        (outer,), saved = grad_outputs, ctx.saved_tensors  # read once: a checkpoint gives them no second time
         if ctx.later:
-            *tensors, targets = ctx.saved_tensors
+            *tensors, targets = saved
             factor, outer, softmax_stats = (
                 outer,
                 None,
@@ -417,21 +446,18 @@ class _WithGradients(torch.autograd.Function):
             )
             _, grads = ctx.loss.with_gradients(tuple(tensors), targets, ctx.needed, factor, softmax_stats)
         else:
-            grads, (*tensors, targets, softmax_stats) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+            grads, (*tensors, targets, softmax_stats) = saved[:3], saved[3:]
             factor = _one(outer)
         made = [
             None if each is None else _rounded(each, outer, dtype)
             for each, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        del grads
+        del grads, saved
         if ctx.collector is not None:
             parts = ctx.loss.parts(tuple(tensors), targets, softmax_stats, factor, outer, ctx.dtypes[1])
-            if ctx.collector.is_only_use():
-                ctx.collector.collect(parts)
-            else:
-                made[1] = torch.empty_like(tensors[1])
-                for place, grad in parts:
-                    made[1][place] = grad
+            made[1] = ctx.collector.collect_or_return(
+                ctx.next_functions[1][0], parts, lambda: torch.empty_like(tensors[1])
+            )
         return (*made, None, None, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from threading import Lock
 
@@ -20,8 +21,10 @@ from support.held_operations import Held
 from training import adamw, batches, differing, stored, warm_up
 
 
-def engine_of(directory, **options):
+def engine_of(directory, hook=None, **options):
     model = model_with_a_frozen_parameter()
+    if hook is not None:
+        model.head.register_forward_hook(hook)
     optimizer = adamw(model)
     options = {"dtype": "fp32", "scheduler": warm_up(optimizer), **options}
     return holdfast.offload(model, optimizer, directory, **grouped(**options))
@@ -73,16 +76,55 @@ def test_an_update_that_is_to_keep_its_gradient_works_on_a_copy():
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("clipping", ["defer", "speculate", "per_block"])
 def test_a_loss_that_is_no_number_skips_the_whole_step(tmp_path, clipping):
-    with engine_of(tmp_path, clip_norm=0.5, clipping=clipping, **PLACEMENTS["mixed"]) as engine:
+    spoiled = batches(1, 2)
+    spoiled[1] = {name: value[:, :-1] for name, value in spoiled[1].items()}
+
+    def spoil(head, args, logits):
+        return logits * math.nan if logits.shape[:2] == spoiled[1]["targets"].shape else logits
+
+    with engine_of(tmp_path, spoil, clip_norm=0.5, clipping=clipping, **PLACEMENTS["mixed"]) as engine:
         engine.step(batches(0, 2))
         before = engine.state_dict()
-        spoiled = batches(1, 2)
-        spoiled[1]["targets"].fill_(-100)
         engine.step(spoiled)
         assert engine.last["skipped"] == "the loss of micro-batch 1 is nan"
         assert differing(engine.state_dict(), before) == []
         engine.step(batches(2, 2))
         assert engine.last["skipped"] is None and differing(engine.state_dict(), before) != []
+
+
+class MaskedMean(nn.Module):
+    """A sum divided by the number of targets: without any, its gradient is NaN, where that of a mean is zero."""
+
+    def __init__(self, head_is_apart):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head, self.apart = nn.Linear(4, 3), nn.Linear(4, 3) if head_is_apart else None
+
+    def forward(self, x, targets):
+        for block in self.blocks:
+            x = block(x)
+        if self.apart is None:
+            return self.loss(self.head(x), targets)
+        mean = nn.functional.cross_entropy(self.head(x), targets)
+        return mean + self.loss(self.apart(x.detach()), targets)
+
+    @staticmethod
+    def loss(logits, targets):
+        counts = targets != -100
+        each = nn.functional.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+        return (each * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("head_is_apart", [False, True])
+def test_a_gradient_of_nan_without_targets_skips_the_step(tmp_path, clip_norm, head_is_apart):
+    model = MaskedMean(head_is_apart)
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32", clipping=clip_norm) as engine:
+        before = engine.state_dict()
+        x, targets = torch.ones(2, 4), torch.tensor([0, 2])
+        engine.step([{"x": x, "targets": targets}, {"x": x, "targets": targets * 0 - 100}])
+        assert engine.last["skipped"] == "the loss of micro-batch 1 is nan"
+        assert differing(engine.state_dict(), before) == []
 
 
 # Losses by tokens

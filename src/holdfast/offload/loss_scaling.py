@@ -124,7 +124,7 @@ def target_tokens(shifts: bool | None, batch: Any) -> int:
 def lacks_targets(inputs: Any) -> bool:
     """Return whether a micro-batch whose loss is no number has labels of which none counts.
 
-    A mean over no labels is NaN, and its gradient zero. A first label is left out: a model that counts it has a loss.
+    A mean over no labels is NaN. A first label is left out: a model that counts it has a loss.
     """
     named = inputs if isinstance(inputs, Mapping) else {}
     labels = named.get("targets", named.get("labels"))

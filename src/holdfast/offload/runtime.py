@@ -209,13 +209,15 @@ class MicroBatch:
     weight: float | None
     """Factor for the micro-batch's loss; None divides the loss by the number of micro-batches."""
     lacks_targets: Callable[[], bool] = lambda: False
-    """Returns whether the micro-batch has no targets, so that its loss is NaN and its gradient zero."""
+    """Returns whether the micro-batch has no targets, so that its loss is NaN."""
     tracker: OriginTracker = field(default_factory=OriginTracker)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     deliveries: dict[int, BlockOutput] = field(default_factory=dict)
     """Outputs of blocks, by the block that made them."""
     loss: float | torch.Tensor | None = None
     """The loss, as a float once all losses have been checked."""
+    returned: list[torch.Tensor] = field(default_factory=list)
+    """The least and the largest element of each gradient that came back to the last block's output."""
     result: Any = None
 
 

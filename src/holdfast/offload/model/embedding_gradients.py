@@ -70,10 +70,15 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (grad,), (input,) = grad_outputs, ctx.saved_tensors
-        ctx.collector.collect(_columns(grad, input, ctx.shape, ctx.options))
-        return (None,) * 5
+        made = ctx.collector.collect_or_return(
+            ctx.next_functions[0][0],
+            _columns(grad, input, ctx.shape, ctx.options),
+            lambda: grad.new_empty(ctx.shape),
+            is_alone=True,
+        )
+        return made, None, None, None, None
 
 
 def _columns(grad: Tensor, input: Tensor, shape: torch.Size, options: tuple[int, bool]) -> Iterator[Part]:

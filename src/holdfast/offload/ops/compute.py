@@ -7,7 +7,7 @@ leaf that shares the memory of the compute copy. The leaf's gradient is added to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..model.microbatches import (
     extract_loss,
     without_autocast,
 )
-from ..runtime import Runtime, Step
+from ..runtime import MicroBatch, Runtime, Step
 from ..setup.process_settings import callers_default
 from . import input_ops, parameter_ops
 
@@ -167,8 +167,8 @@ def _free_states(run: Runtime, op: Op) -> None:
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
     """Skip the step if a loss is not finite on any rank; no update has started yet.
 
-    The NaN of a micro-batch without targets skips nothing: its gradient is zero, as in a loop in memory. Collective:
-    every rank must call this.
+    The NaN of a micro-batch without targets skips nothing if its gradient is finite. That of a mean over no labels is
+    zero, but that of a sum divided by their number is NaN. Collective: every rank must call this.
     """
     for batch in step.micro_batches:
         if isinstance(batch.loss, torch.Tensor):
@@ -179,7 +179,8 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
             loss := float(batch.loss or 0.0),
             batch.weight,
             # MeZO moves by the losses themselves
-            math.isfinite(loss) or (step.delta is None and batch.lacks_targets()),
+            math.isfinite(loss)
+            or (step.delta is None and batch.lacks_targets() and _has_finite_gradients(run, step, batch)),
         )
         for batch in step.micro_batches
     ]
@@ -196,6 +197,28 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
         of = "" if run.data_parallel.alone else f" of rank {rank}"
         step.skipped = True
         step.reason = f"the loss of micro-batch {m % step.shape.micro_batches}{of} is {gathered[rank][m][0]}"
+
+
+def _has_finite_gradients(run: Runtime, step: Step, batch: MicroBatch) -> bool:
+    """Return whether gradients came back to the last block's output, and all of them were finite.
+
+    So must be the sums of the last block and of what stays on the device, in which those of the epilogue are.
+    """
+    last = len(run.blocks) - 1
+    sums = [(run.blocks[last], run.residency.grads[last]), (run.resident, step.resident_grads)]
+    views = [
+        held.view(unit, member)
+        for unit, held in sums
+        for member in unit.members
+        if held is not None and member.name in held.touched
+    ]
+    bounds = [run.device.fetch(pair) for pair in batch.returned + _bounds(views)]
+    return bool(batch.returned) and all(bool(torch.isfinite(pair).all()) for pair in bounds)
+
+
+def _bounds(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the least and the largest element of each tensor that has any, both NaN if one is."""
+    return [torch.stack(torch.aminmax(each)) for each in tensors if each is not None and each.numel()]
 
 
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
@@ -315,6 +338,7 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
         scaled = step.loss_scale.enlarge(scaled)
     batch.tracker.end_at_earlier(loss)
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
+    batch.returned = _bounds(batch.deliveries[len(run.patch.forwards) - 1].grads)
 
 
 @contextmanager

@@ -6,9 +6,10 @@ what one process does; a ``Reference`` is the same run left alone, with every st
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def engine_of(
     mezo: bool = False,
     **options: Any,
 ) -> Engine:
-    """The engine of the run, fresh or resumed, with its loader as ``engine.loader``."""
+    """The engine of the run, fresh or resumed, which has its ``loader``, and its model as ``trained``."""
     made = model(blocks, frozen)
     optimizer = MeZO(made.parameters(), lr=1e-3) if mezo else adamw(made)
     loader = step_loader(Corpus(str(text), context=CONTEXT), 2, 2, seed=3)
@@ -79,7 +80,7 @@ def engine_of(
     engine = holdfast.offload(
         made, optimizer, root, **grouped(scheduler=warm_up(optimizer), loader=loader, seed=5, **options)
     )
-    engine.loader = loader  # type: ignore[attr-defined]
+    engine.loader, engine.trained = loader, made  # type: ignore[attr-defined]
     return engine
 
 
@@ -88,7 +89,7 @@ def train(
 ) -> list:
     """One process: start or resume, and go on to ``steps``. Returns the losses.
 
-    The batch of step ``nan_at`` (counted from 0) has no targets, so that its loss is not a number.
+    The loss of step ``nan_at`` (counted from 0) is not a number, because its logits are none.
     """
     engine = engine_of(root, text, **options)
     return take_steps(engine, steps, nan_at)
@@ -100,10 +101,15 @@ def take_steps(engine: Engine, steps: int, nan_at: int | None = None) -> list:
         while engine.steps_done < steps:
             batches = next(engine.loader)  # type: ignore[attr-defined]
             random.random(), np.random.rand(), torch.rand(1)  # as a user's data pipeline would draw
-            if engine.steps_done == nan_at:
-                batches[0]["targets"].fill_(-100)
-            losses.append(engine.step(batches))
+            with spoiled(engine) if engine.steps_done == nan_at else nullcontext():
+                losses.append(engine.step(batches))
     return losses
+
+
+def spoiled(engine: Engine) -> AbstractContextManager[object]:
+    """Inside, the logits of the model, and so its losses, are no numbers."""
+    head = engine.trained.head  # type: ignore[attr-defined]
+    return head.register_forward_hook(lambda head, args, logits: logits * math.nan)
 
 
 @contextmanager

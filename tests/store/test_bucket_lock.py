@@ -107,6 +107,16 @@ def test_runs_are_pushed_without_permission_to_remove(runs, bucket, no_removal, 
     assert [Pusher(each, bucket).push().durable_step for each in (earlier, root)] == [2, 5]
 
 
+def test_removal_that_is_not_permitted_is_tried_once_for_each_commit(runs, bucket, no_removal):
+    root, earlier = runs
+    Pusher(earlier, bucket).push()
+    pusher, disk = Pusher(root, bucket, keep=Keep(1)), ObjectDisk(bucket)
+    with pytest.raises(DiskFailed, match="403"):
+        pusher.push()
+    left = disk.facts(bucket_lock.FOLDER)
+    assert pusher.push().durable_step == 5 and disk.facts(bucket_lock.FOLDER) == left
+
+
 def test_commit_that_another_publishes_meanwhile_is_not_waited_for(runs, bucket, monkeypatch):
     acquire, others = BucketLock.acquire, []
 

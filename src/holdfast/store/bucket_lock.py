@@ -54,6 +54,8 @@ class BucketLock:
         """The time of the bucket when the last object was put."""
         self._first, self._first_seen = "", 0.0
         """The object of another process for which this one waited last, and when it was first seen."""
+        self.is_removal_refused = False
+        """True if the last object could not be removed and was made empty."""
         self.holder = "another process"
         """The process that has or awaits the lock by that object, and until when the object counts, for people."""
 
@@ -126,7 +128,8 @@ class BucketLock:
         """Release the lock. Where that fails, others wait until the object no longer counts."""
         self._path = ""  # a late request may still remove the object, so the lock is not held by it again
         for path in sorted(self._own):
-            if self._is_removed(path) or self._is_emptied(path):
+            self.is_removal_refused = not self._is_removed(path)
+            if not self.is_removal_refused or self._is_emptied(path):
                 self._own.remove(path)
 
     def _put(self) -> None:

@@ -146,7 +146,11 @@ class Pusher:
                     self._give_up(manifest.ref, error)
                 else:
                     self._done.retired.append(manifest.ref)
-        if self._keep is not None and not self._unreadable and (self._done.commits or not self._tidy):
+        if (
+            self._keep is not None
+            and not self._unreadable
+            and (self._done.commits or not (self._tidy or self._lock.is_removal_refused))
+        ):
             self._tidy = False
             with self._lock.acquired(
                 0.0

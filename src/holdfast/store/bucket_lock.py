@@ -128,9 +128,10 @@ class BucketLock:
         """Release the lock. Where that fails, others wait until the object no longer counts."""
         self._path = ""  # a late request may still remove the object, so the lock is not held by it again
         for path in sorted(self._own):
-            self.is_removal_refused = not self._is_removed(path)
-            if not self.is_removal_refused or self._is_emptied(path):
+            is_removed = self._is_removed(path)
+            if is_removed or self._is_emptied(path):
                 self._own.remove(path)
+                self.is_removal_refused = not is_removed
 
     def _put(self) -> None:
         self._path, self._taken_at = f"{FOLDER}/{secrets.token_hex(8)}", _running_seconds()

@@ -15,6 +15,7 @@ from holdfast.errors import DiskFailed
 from holdfast.store import bucket_lock, pushing
 from holdfast.store.bucket_lock import BucketLock
 from holdfast.store.commit.retention import Keep
+from holdfast.store.format.manifest import ALONE
 from holdfast.store.object_store import ObjectDisk
 from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
@@ -130,6 +131,22 @@ def test_commit_that_another_publishes_meanwhile_is_not_waited_for(runs, bucket,
     monkeypatch.setattr(BucketLock, "acquire", after_another)
     monkeypatch.setattr(bucket_lock, "random", None)  # needed for a wait
     assert Pusher(runs[0], bucket).push().durable_step == others[0].durable_step == 5
+
+
+def test_commit_that_another_node_published_is_not_published_again(runs, bucket, monkeypatch):
+    """It counts as copied, so that what is not kept is removed after it."""
+    push_timelines, begun, others = Pusher._push_timelines, [], []
+
+    def after_another(self):
+        begun.append(self)
+        if len(begun) == 1:
+            others.extend(Pusher(runs[0], bucket).push().commits)
+            monkeypatch.setattr(BucketLock, "acquire", None)
+        push_timelines(self)
+
+    monkeypatch.setattr(Pusher, "_push_timelines", after_another)
+    done = Pusher(runs[0], bucket, streams=[ALONE]).push()
+    assert done.commits == others != [] and done.durable_step == 5
 
 
 def test_commit_that_another_completed_counts_again(runs, bucket, monkeypatch):

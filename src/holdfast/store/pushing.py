@@ -135,6 +135,7 @@ class Pusher:
             self._records.look()
             self._learn()
             self.durable_step = self._reach()
+            self._done.commits += [each.ref for each in missing if not self._lacks(each)]
             missing = [manifest for manifest in missing if self._lacks(manifest)]
         for manifest in missing:
             try:

@@ -15,6 +15,7 @@ from holdfast.errors import DiskFailed
 from holdfast.store import bucket_lock, pushing
 from holdfast.store.bucket_lock import BucketLock
 from holdfast.store.commit.retention import Keep
+from holdfast.store.format.manifest import ALONE
 from holdfast.store.object_store import ObjectDisk
 from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
@@ -65,7 +66,7 @@ def test_one_of_two_has_the_lock(locks):
 def test_lock_of_an_ended_process_counts_no_more(locks, bucket):
     disk = ObjectDisk(bucket)
     with locks[1].acquired(0):
-        [held] = disk.times(bucket_lock.FOLDER)
+        [held] = disk.facts(bucket_lock.FOLDER)
         owner_here = json.loads(disk.read_bytes(held))
     child = subprocess.Popen(["true"])
     put_lock(bucket, **{**owner_here, "pid": child.pid})
@@ -78,9 +79,89 @@ def test_lock_of_an_ended_process_counts_no_more(locks, bucket):
 def test_lock_from_elsewhere_counts_until_it_is_old(locks, bucket, monkeypatch):
     """By the clock of the bucket."""
     put_lock(bucket, pid=1, boot="another start")
-    assert not locks[0].acquire(0) and locks[0].holder == "process 1 on there"
+    assert not locks[0].acquire(0) and locks[0].holder.startswith("process 1 on there (s3://")
     monkeypatch.setattr(bucket_lock, "LEFT_SECONDS", -1)
     assert locks[0].acquire(0)
+
+
+@pytest.fixture
+def no_removal(bucket, monkeypatch):
+    """Credentials that may not remove objects."""
+
+    def refused(*_):
+        raise DiskFailed("403")
+
+    monkeypatch.setattr(ObjectDisk, "unlink", refused)
+
+
+def test_locks_are_released_without_permission_to_remove(locks, no_removal):
+    for lock in [*locks, *locks]:
+        with lock.acquired(0) as is_acquired:
+            assert is_acquired
+
+
+def test_runs_are_pushed_without_permission_to_remove(runs, bucket, no_removal, monkeypatch):
+    """Also beside a lock that was left behind."""
+    put_lock(bucket, pid=1)
+    monkeypatch.setattr(bucket_lock, "LEFT_SECONDS", -1)
+    root, earlier = runs
+    assert [Pusher(each, bucket).push().durable_step for each in (earlier, root)] == [2, 5]
+
+
+def test_removal_that_is_not_permitted_is_tried_once_for_each_commit(runs, bucket, no_removal):
+    root, earlier = runs
+    Pusher(earlier, bucket).push()
+    pusher, disk = Pusher(root, bucket, keep=Keep(1)), ObjectDisk(bucket)
+    with pytest.raises(DiskFailed, match="403"):
+        pusher.push()
+    left = disk.facts(bucket_lock.FOLDER)
+    assert pusher.push().durable_step == 5 and disk.facts(bucket_lock.FOLDER) == left
+
+
+def test_commit_that_another_publishes_meanwhile_is_not_waited_for(runs, bucket, monkeypatch):
+    acquire, others = BucketLock.acquire, []
+
+    def after_another(self, *arguments):
+        if not others:
+            others.append(Pusher(runs[0], bucket))
+            others[0].push()
+            put_lock(bucket, pid=1)
+        return acquire(self, *arguments)
+
+    monkeypatch.setattr(BucketLock, "acquire", after_another)
+    monkeypatch.setattr(bucket_lock, "random", None)  # needed for a wait
+    assert Pusher(runs[0], bucket).push().durable_step == others[0].durable_step == 5
+
+
+def test_commit_that_another_node_published_is_not_published_again(runs, bucket, monkeypatch):
+    """It counts as copied, so that what is not kept is removed after it."""
+    push_timelines, begun, others = Pusher._push_timelines, [], []
+
+    def after_another(self):
+        begun.append(self)
+        if len(begun) == 1:
+            others.extend(Pusher(runs[0], bucket).push().commits)
+            monkeypatch.setattr(BucketLock, "acquire", None)
+        push_timelines(self)
+
+    monkeypatch.setattr(Pusher, "_push_timelines", after_another)
+    done = Pusher(runs[0], bucket, streams=[ALONE]).push()
+    assert done.commits == others != [] and done.durable_step == 5
+
+
+def test_commit_that_another_completed_counts_again(runs, bucket, monkeypatch):
+    root, earlier = runs
+    Pusher(earlier, bucket).push()
+    disk = ObjectDisk(bucket)
+    for path in disk.sizes("data"):
+        disk.unlink(path)
+    pusher = Pusher(root, bucket)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pusher, "_push_commit", lambda *_: None)
+        assert pusher.push().durable_step is None
+    again = Pusher(earlier, bucket).push().durable_step
+    monkeypatch.setattr(Pusher, "_push_commit", lambda *_: None)
+    assert pusher.push().durable_step == again is not None
 
 
 def test_nothing_is_written_under_a_lock_that_others_may_have(locks, monkeypatch):
@@ -114,7 +195,7 @@ def test_commit_waits_while_another_removes(runs, bucket, locks, monkeypatch):
     monkeypatch.setattr(pushing, "WAIT_SECONDS", 0)
     assert locks[0].acquire(0)
     pusher = Pusher(runs[0], bucket)
-    with pytest.raises(DiskFailed, match="publishes or removes"):
+    with pytest.raises(DiskFailed, match=r"publish or remove .*/lock/.* counts until"):
         pusher.push()
     assert RunReader(bucket).commits() == [] and pusher.durable_step is None
     locks[0].release()

@@ -298,10 +298,10 @@ def test_what_another_copied_meanwhile_goes_whole_or_not_at_all(long_run, tmp_pa
     """Of commits that the directory does not have any more, and that were not there when this one began to copy."""
     acquired, others = bucket_lock.BucketLock.acquired, []
 
-    def after_another(self, wait_seconds):
+    def after_another(self, wait_seconds, *is_needless):
         if not wait_seconds:  # what is not kept goes next
             others.append(Pusher(tmp_path / "earlier", bucket).push())
-        return acquired(self, wait_seconds)
+        return acquired(self, wait_seconds, *is_needless)
 
     monkeypatch.setattr(bucket_lock.BucketLock, "acquired", after_another)
     Pusher(long_run, bucket, keep=Keep(1)).push()

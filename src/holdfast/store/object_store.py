@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ..errors import BadInput, DiskFailed
 from ..quantities import KiB, MiB
@@ -69,14 +69,13 @@ class ObjectDisk(ReadOnly):
         with self._asking("list", path):
             return {item["path"]: item["size"] for item in _repeated(lambda: self._list(path))["objects"]}
 
-    def times(self, path: str) -> dict[str, float]:
-        """Return the times at which the objects directly below ``path`` were put, by their full paths.
-
-        They are seconds by the clock of the bucket.
-        """
+    def facts(self, path: str) -> dict[str, ObjectFacts]:
+        """Return the sizes and times of the objects directly below ``path``, by their full paths."""
         with self._asking("list", path):
             found = _repeated(lambda: self._list(path))["objects"]
-            return {item["path"]: item["last_modified"].timestamp() for item in found}
+            return {
+                each["path"]: ObjectFacts(each["size"], each["last_modified"].timestamp()) for each in found
+            }
 
     def exists(self, path: str) -> bool:
         """Return whether there is such an object, or any below it."""
@@ -226,6 +225,13 @@ class ObjectDisk(ReadOnly):
                 f"cannot {verb} {self.root / path}: {_plain(error)}. What was there before still is: check the"
                 " network and the AWS_ variables, then run again."
             ) from error
+
+
+class ObjectFacts(NamedTuple):
+    """The size of an object, and the time when it was put, in seconds by the clock of the bucket."""
+
+    bytes: int
+    seconds: float
 
 
 class ObjectFile:

@@ -123,6 +123,7 @@ class Pusher:
         """
         self._done = PushResult()
         self._begin()
+        self._count_completed()
         missing = self._missing()
         self.durable_step = self._reach()
         total = sum({f.path: f.bytes for manifest in missing for f in manifest.files.values()}.values())
@@ -134,6 +135,8 @@ class Pusher:
             self._records.look()
             self._learn()
             self.durable_step = self._reach()
+            self._done.commits += [each.ref for each in missing if not self._lacks(each)]
+            missing = [manifest for manifest in missing if self._lacks(manifest)]
         for manifest in missing:
             try:
                 self._push_commit(manifest)
@@ -144,7 +147,11 @@ class Pusher:
                     self._give_up(manifest.ref, error)
                 else:
                     self._done.retired.append(manifest.ref)
-        if self._keep is not None and not self._unreadable and (self._done.commits or not self._tidy):
+        if (
+            self._keep is not None
+            and not self._unreadable
+            and (self._done.commits or not (self._tidy or self._lock.is_removal_refused))
+        ):
             self._tidy = False
             with self._lock.acquired(
                 0.0
@@ -249,14 +256,18 @@ class Pusher:
         for stream in copy.streams:  # a snapshot may need log records to reach one step
             journal = self._records.journal(stream, self._timelines, copy.timeline)
             chain_of(copy, stream, journal, copy.step)
-        with self._lock.acquired(WAIT_SECONDS) as is_acquired:
-            if not is_acquired:
-                raise DiskFailed(
-                    f"{self._lock.holder} publishes or removes in {self._disk.root} for longer than"
-                    f" {WAIT_SECONDS:.0f} s. Nothing was published: push again."
-                )
-            copy = self._publish(copy, manifest.key)
-        self._published[copy.ref] = copy
+        key = manifest.key
+        with self._lock.acquired(
+            WAIT_SECONDS, lambda: self._by_another(copy, key) is not None
+        ) as is_acquired:
+            there = self._publish(copy, key) if is_acquired else self._by_another(copy, key)
+        if there is None:
+            raise DiskFailed(
+                f"others publish or remove in {self._disk.root} for longer than {WAIT_SECONDS:.0f} s, now"
+                f" {self._lock.holder}. Nothing was published: push again. If that process has ended, the object may be"
+                " removed."
+            )
+        self._published[copy.ref] = there
         self._incomplete.pop(copy.ref, None)
         self._done.commits.append(copy.ref)
         self.durable_step = self._reach()
@@ -288,6 +299,20 @@ class Pusher:
             self._disk.put(copy.path, copy.encode())
         return copy
 
+    def _by_another(self, copy: Manifest, key: str) -> Manifest | None:
+        """Return the manifest of this commit, or of a later one of its step, that another process has published.
+
+        Returns None also where the commit has lacked payload: it is published anew, after a check of all files.
+        """
+        if copy.ref in self._incomplete:
+            return None
+        try:
+            self._disk.size(copy.path)
+            there = self._remote.load(copy.ref)
+        except (FileNotFoundError, CommitRetired):
+            return None
+        return there if there.key == key and there.created >= copy.created else None
+
     def _own_files(self, manifest: Manifest) -> list[FileRef]:
         """Return the payload files that the directory has."""
         if self._streams is None:
@@ -304,7 +329,7 @@ class Pusher:
                 chain_of(
                     copy, stream, self._records.journal(stream, self._timelines, copy.timeline), copy.step
                 )
-            return all(sizes.get(ref.path) == ref.bytes for ref in copy.files.values())
+            return _is_whole(copy, sizes)
         return False
 
     def _push_records(self) -> None:
@@ -466,10 +491,18 @@ class Pusher:
     def _set_aside_incomplete(self, sizes: dict[str, int]) -> None:
         """Let listed commits count for nothing whose payload is not among ``sizes``, so that they are copied again."""
         for ref, manifest in list(self._published.items()):
-            is_whole = all(sizes.get(file.path) == file.bytes for file in manifest.files.values())
-            if not is_whole and self._remote.is_listed(manifest):
+            if not _is_whole(manifest, sizes) and self._remote.is_listed(manifest):
                 self._incomplete[ref] = self._published.pop(ref)
                 self.durable_step = self._reach()
+
+    def _count_completed(self) -> None:
+        """Let commits count again whose payload another process has copied since."""
+        if not self._incomplete:
+            return
+        sizes = self._disk.sizes("data")
+        for ref, manifest in list(self._incomplete.items()):
+            if _is_whole(manifest, sizes) and self._remote.is_listed(manifest):
+                self._published[ref] = self._incomplete.pop(ref)
 
     def _report_incomplete(self) -> None:
         """Report, once, the commits that lack payload and that the directory does not have, so that they stay so."""
@@ -489,6 +522,11 @@ class Pusher:
         used |= {ref.timeline for stream in streams(self._disk) for ref in segments(self._disk, stream)}
         for timeline in unneeded_timelines(self._timelines, used, max(self._timelines, default=0)):
             self._remove(self._timelines.pop(timeline).path)
+
+
+def _is_whole(manifest: Manifest, sizes: dict[str, int]) -> bool:
+    """Return whether all payload of the commit is among the objects with these ``sizes``."""
+    return all(sizes.get(file.path) == file.bytes for file in manifest.files.values())
 
 
 def _newest_first(reader: RunReader) -> list[CommitRef]:

@@ -583,7 +583,7 @@ class Checkpointer:
         Call it after ``step``, before the next iteration begins. Collective: every rank must call this.
         """
         self._refuse_unusable()
-        if self._ranks.alone and self._training.has_replaced_tensors:
+        if self._ranks.alone and self._training.has_changed_since_step():
             self._refuse_between()
             with self._ending_on_error():
                 self._adapt([])

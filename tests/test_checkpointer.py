@@ -20,6 +20,7 @@ import holdfast
 from checkpoint.loops import cut_small, make, same
 from holdfast.checkpoint import options as checkpoint_options
 from holdfast.checkpoint.log.recorder import BOUND
+from holdfast.checkpoint.replica import shared_memory
 from holdfast.checkpoint.training_state import TrainingState
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import (
@@ -34,6 +35,7 @@ from holdfast.errors import (
 )
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
+from holdfast.quantities import GiB
 from holdfast.state.encoding import decode, encode
 from holdfast.store.run_store import LocalStore
 
@@ -602,6 +604,36 @@ def test_memory_that_the_machine_does_not_have_is_refused_with_nothing_written(t
         standby.setenv("HOLDFAST_STANDBY", str(tmp_path / "status"))
         Checkpointer(tmp_path / "run", **given).close()
     monkeypatch.setattr(checkpoint_options, "free_host_bytes", lambda: 2 * (ring_bytes + parameter_bytes))
+    Checkpointer(tmp_path / "run", **given).close()
+
+
+def test_memory_that_nobody_gave_is_what_the_machine_has(tmp_path, monkeypatch):
+    """With two buffers at least, and a warning, as a run that has trained on this machine must go on."""
+    model = nn.Linear(1000, 1000, bias=False)
+    for free_bytes, count in ((4 * 4_100_000, 3), (1000, 2), (4 * GiB, BOUND)):
+        monkeypatch.setattr(checkpoint_options, "free_host_bytes", lambda free=free_bytes: free)
+        warns = (
+            pytest.warns(UserWarning, match="is more than .* fewer buffers")
+            if count < BOUND
+            else nullcontext()
+        )
+        with warns:
+            checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=ADAMW(model.parameters()))
+        with checkpointer:
+            checkpointer.resume()
+            assert checkpointer._backend.pool.count == count
+
+
+def test_a_ring_that_a_replica_still_has_is_not_counted_again(tmp_path, monkeypatch):
+    model = nn.Linear(1000, 1000, bias=False)
+    given = {"model": model, "optimizer": ADAMW(model.parameters()), "replica": tmp_path, "memory": "1GB"}
+    monkeypatch.setattr(checkpoint_options, "free_host_bytes", lambda: 5_000_000)  # of 36 MB
+    with pytest.raises(BadInput, match="is more than"):
+        Checkpointer(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+    ring = shared_memory.place_of(tmp_path / "run", tmp_path) / "ring"
+    ring.parent.mkdir()
+    ring.write_bytes(bytes(BOUND * 4_000_000))
     Checkpointer(tmp_path / "run", **given).close()
 
 

@@ -16,6 +16,8 @@ from torch import nn
 import holdfast
 from holdfast.checkpoint.capture import mutation_check, optimizer_hooks
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported, OptimizerNotSupported
+from holdfast.events import read_events
+from holdfast.state import module_places
 from holdfast.state.encoding import decode, encode
 from support.live_copy import copy_of_live_run
 
@@ -680,12 +682,82 @@ def test_frozen_parameters_that_are_replaced_are_in_the_run(tmp_path, change, sa
         if not saves:
             loop.iterate(3)
         change(loop.model, 1)
-        checkpointer.save() if saves else checkpointer.step()
+        with pytest.warns(UserWarning, match=r"parameters 1.weight.* became another object"):
+            checkpointer.save() if saves else checkpointer.step()
         loop.go(checkpointer, 5)
     again = made()
     other, done = again.checkpointer(tmp_path)
     other.close()
     assert done == 5 and same(again.state(), loop.state())
+
+
+def bases(run):
+    return [event for event in read_events(run / "events.jsonl") if event["event"] == "base"]
+
+
+def pooled(loop, i):
+    loop.model.pool = nn.Identity()
+
+
+def wrapped_anew(loop, i):
+    """The frozen layer is in another module, whose parameters are the same objects."""
+    anew = nn.Linear(4, 4)
+    anew.weight, anew.bias = loop.model[1].weight, loop.model[1].bias
+    loop.model[1] = anew
+
+
+def weighted_loss(loop, i):
+    """Its weights are a buffer, in another module at each step."""
+    loop.model.loss = nn.CrossEntropyLoss(weight=torch.full((2,), float(i)))
+
+
+@pytest.mark.parametrize("then", [pooled, wrapped_anew, weighted_loss])
+def test_modules_that_are_set_anew_leave_every_step_a_record(tmp_path, then, recwarn):
+    def made():
+        loop = Loop(
+            half_trained, lambda p: torch.optim.AdamW([each for each in p if each.requires_grad]), then
+        )
+        loop.model.forward = lambda x: loop.model[1](loop.model[0](x))
+        then(loop, 0)
+        return loop
+
+    loop, again = recovered(tmp_path, made, 6)
+    assert same(again.state(), loop.state()) and not recwarn
+    assert len(bases(tmp_path / "run")) == 1
+
+
+def test_parameters_that_are_replaced_at_every_step_are_told_once(tmp_path, recwarn):
+    def then(loop, i):
+        loop.model[1] = copy.deepcopy(loop.model[1])
+
+    loop, again = recovered(
+        tmp_path,
+        lambda: Loop(
+            half_trained, lambda p: torch.optim.AdamW([each for each in p if each.requires_grad]), then
+        ),
+        3,
+    )
+    assert same(again.state(), loop.state()) and len(bases(tmp_path / "run")) > 1
+    assert [str(each.message)[:60] for each in recwarn] == [
+        "of the model's parameters 1.weight, 1.bias became another object"[:60]
+    ]
+
+
+def test_modules_of_a_large_model_are_compared_every_few_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(module_places, "MODULES_EACH_STEP", 1)  # of a model of three
+    loop = Loop(half_trained, lambda p: torch.optim.AdamW([each for each in p if each.requires_grad]))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer:
+        loop.go(checkpointer, 1)
+        other_weight(loop.model, 1)
+        loop.go(checkpointer, 2)
+        assert len(bases(tmp_path)) == 1
+        with pytest.warns(UserWarning, match=r"parameters 1.weight became another object"):
+            loop.go(checkpointer, 3)
+        loop.go(checkpointer, 4)
+        other_weight(loop.model, 1)
+        checkpointer.save()  # which looks at once
+    assert [event["step"] for event in bases(tmp_path)] == [0, 3, 4]
 
 
 @pytest.mark.parametrize("change", [other_weight, other_layer])

@@ -35,6 +35,7 @@ from .checkpoint.loss_guard import GuardOptions, LossGuard
 from .checkpoint.nodes.local_disks import LocalDisks
 from .checkpoint.nodes.node_run import NodePeers
 from .checkpoint.options import (
+    DEFAULT_MEMORY,
     Exactness,
     HelperCpus,
     Options,
@@ -44,7 +45,6 @@ from .checkpoint.options import (
     refuse_no_room_for_best,
     refuse_of_several,
     refuse_other_calls,
-    refuse_too_little_memory,
     refuse_unequal,
     refuse_with_a_replica,
     refuse_with_nodes,
@@ -61,7 +61,6 @@ from .checkpoint.user_state import is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, StepLog, describe_lost_steps, tell
-from .quantities import GiB
 from .regular_files import home_path
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .store.commit.retention import Keep, checked_metrics, is_among_best
@@ -94,7 +93,8 @@ class Checkpointer:
             the run.
         codec: What log records hold of gradients, ``Exact()`` by default. ``TopK`` and ``Int8`` change what training
             consumes.
-        memory: Bound of the copies that wait to be written, in bytes.
+        memory: Bound of the copies that wait to be written, in bytes. By default 4 GiB, and less on a machine that has
+            less free.
         every: 1 writes a log record of every step. A larger number makes a snapshot each so many steps and no records,
             so that a step costs less, and a kill loses the steps since the last snapshot. ``"auto"`` measures what
             either costs in this run, and copies of the state in memory, and chooses.
@@ -141,7 +141,7 @@ class Checkpointer:
         after_update: Callable[[], None] | None = None,
         averages: nn.Module | Mapping[str, nn.Module] | None = None,
         codec: Codec | None = None,
-        memory: int | str = 4 * GiB,
+        memory: int | str | None = None,
         every: int | Literal["auto"] = 1,
         base_every: int | None = None,
         recovery_seconds: float = 300.0,
@@ -178,7 +178,8 @@ class Checkpointer:
             with ranks.agreeing():  # an error on one rank is an error on all
                 self._options = Options(
                     codec=codec, keep=keep, every=every, base_every=base_every, when_behind=when_behind,
-                    memory=memory, storage=storage, recovery_seconds=recovery_seconds,
+                    memory=DEFAULT_MEMORY if memory is None else memory, has_given_memory=memory is not None,
+                    storage=storage, recovery_seconds=recovery_seconds,
                     bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds, direct=direct,
                     bytes_per_step=BASE_BYTES_PER_STEP, wait_each_step=wait_each_step,
                     grace_seconds=grace_seconds, has_replica=replica is not False,
@@ -217,9 +218,8 @@ class Checkpointer:
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica, drives)
                     self._remote = self._make_remote(run, remote, keep)
-                # a standby has the memory of the process that trains, once that has ended
-                needed_bytes = 0 if is_standby() else self._backend.min_copy_bytes
-                refuse_too_little_memory(ranks, needed_bytes, self._options.memory_bytes)
+                if not is_standby():  # which has the memory of the process that trains, once that has ended
+                    self._backend.fit_free_memory()
             except BaseException:
                 self._training.release()
                 raise
@@ -583,7 +583,7 @@ class Checkpointer:
         Call it after ``step``, before the next iteration begins. Collective: every rank must call this.
         """
         self._refuse_unusable()
-        if self._ranks.alone and self._training.has_replaced_tensors:
+        if self._ranks.alone and self._training.has_changed_since_step():
             self._refuse_between()
             with self._ending_on_error():
                 self._adapt([])

@@ -460,6 +460,32 @@ def test_a_callback_that_reads_gradients_is_refused(tmp_path):
     assert trainer.model.zero_grad.__func__ is torch.nn.Module.zero_grad  # the model has its own back
 
 
+class ZeroesGradients(TrainerCallback):
+    def __init__(self, *events):
+        for event in events:
+            setattr(self, event, self.zero)
+
+    def zero(self, args, state, control, optimizer, **_):
+        optimizer.zero_grad()
+
+
+def test_gradients_that_are_zeroed_between_steps_change_nothing(tmp_path):
+    callback = ZeroesGradients("on_step_begin", "on_optimizer_step", "on_step_end")
+    trainer = make(offloaded(Trainer), tmp_path, callbacks=[callback], max_steps=2)
+    assert trainer.train().global_step == 2
+    optimizer = trainer.optimizer
+    trainer.engine.close()
+    assert "zero_grad" not in vars(getattr(optimizer, "optimizer", optimizer))
+
+
+def test_gradients_that_are_zeroed_amid_a_step_are_refused(tmp_path):
+    trainer = make(
+        offloaded(Trainer), tmp_path, callbacks=[ZeroesGradients("on_pre_optimizer_step")], max_steps=2
+    )
+    with pytest.raises(BadInput, match=r"zero_grad.* was called between a backward pass and"):
+        trainer.train()
+
+
 class OwnClipping(Trainer):
     def _clip_grad_norm(self, model):
         return super()._clip_grad_norm(model)

@@ -23,7 +23,7 @@ from .coordinator import RankCoordinator
 from .grace import Grace
 from .log.log_records import RecordBuilder
 from .log.recorder import FinalizedStep
-from .options import Options
+from .options import CopyBytes, Options, slots_for_free_memory
 from .recovery.recovery_progress import RecoveryProgress
 from .recovery.rollback import HostCopy
 from .recovery.run_recovery import RecoveryResult
@@ -50,6 +50,8 @@ class DurabilityBackend(ABC):
         """Prepare the backend. Raises ``BadInput`` if the memory is too small for two steps."""
         self._training, self._options, self._events = training, options, events
         self.staging_bytes = options.staging_bytes
+        self._most_slots: int | None = None
+        """The most staging buffers that the free memory had room for; None if it had room for all."""
         self._num_slots = self._slots_that_fit()
         self._sealer = RecordBuilder(
             training.state, shortens=not self.beside
@@ -60,11 +62,21 @@ class DurabilityBackend(ABC):
         """The seconds after a SIGTERM; None if everything is written, however long it takes."""
         self.begun = False
 
-    @property
-    def min_copy_bytes(self) -> int:
-        """The bytes of memory that copies are known to take where the disk is behind, before any optimizer's step."""
+    def fit_free_memory(self) -> None:
+        """Take fewer staging buffers where the machine lacks memory for them. Collective: every rank must call this.
+
+        Raises ``BadInput`` if the user gave the bound of the memory.
+        """
         held = sum(local_held(each.parameter).nbytes for each in self._training.state.stored)
-        return self._num_slots * self._slot_bytes() + min(self.staging_bytes, held)
+        base_bytes = min(self.staging_bytes, held)
+        copies = CopyBytes(self._num_slots, self._slot_bytes(), base_bytes, self._had_bytes())
+        most = slots_for_free_memory(self._training.ranks, copies, self._options)
+        if most < self._num_slots:
+            self._num_slots = self._most_slots = most
+
+    def _had_bytes(self) -> int:
+        """Return the bytes that a process takes already whose place this one takes."""
+        return 0
 
     # Progress
 
@@ -344,7 +356,8 @@ class DurabilityBackend(ABC):
         return sum(layout.file_bytes for layout in self._training.codec.layouts(self._training.state))
 
     def _slots_that_fit(self) -> int:
-        return self._options.slots_that_fit(self._slot_bytes() + self._training.script.text_bytes)
+        slots = self._options.slots_that_fit(self._slot_bytes() + self._training.script.text_bytes)
+        return slots if self._most_slots is None else min(slots, self._most_slots)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ An error names the value and what is enough, so that a run never begins with opt
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from ..errors import BadInput
 from ..io.threads import allowed_cpus, used_cpus
 from ..measure.free_memory import free_host_bytes
 from ..optim.kinds import is_elementwise
-from ..quantities import format_bytes, parse_bytes
+from ..quantities import GiB, format_bytes, parse_bytes
 from ..schedule.interval.snapshot_interval import Limits
 from ..state.live_state import LiveState
 from ..store.commit.retention import Keep, refuse_best, refuse_weights
@@ -38,6 +39,9 @@ Exactness = Literal["state", "continuation", "approximate"]
 HelperCpus = Sequence[int] | Literal["auto"] | None
 """The numbers of CPUs, "auto" to have spare ones found, or None to leave threads where they are."""
 
+DEFAULT_MEMORY = 4 * GiB
+"""The bytes for copies that wait to be written where no ``memory=`` is given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -49,8 +53,10 @@ class Options:
     every: int | str = 1
     """Steps from one kept step to the next, or "auto"."""
     when_behind: str
-    memory: int | str
+    memory: int | str = DEFAULT_MEMORY
     """Bytes for copies that wait to be written."""
+    has_given_memory: bool = True
+    """True if the user gave ``memory``, which is then refused where the machine does not have it."""
     storage: int | str | None
     """Bytes of the disk, for the whole run."""
     recovery_seconds: float
@@ -132,27 +138,61 @@ class Options:
         return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
 
-def refuse_too_little_memory(ranks: Ranks, nbytes: int, memory_bytes: int) -> None:
-    """Raise ``BadInput`` if the ranks of a machine would fill more of its memory than is free, while they train.
+class CopyBytes(NamedTuple):
+    """The memory of one rank that copies are known to take where the disk is behind, before any optimizer's step."""
 
-    Staging buffers are made when they are first needed, so nothing else would show it before the first steps.
-    Collective: every rank must call this.
+    num_slots: int
+    slot_bytes: int
+    base_bytes: int
+    """Bytes of copies of a base."""
+    had_bytes: int = 0
+    """Bytes of these that are taken already, by a process whose copies end when this one begins."""
+
+    @property
+    def needed(self) -> int:
+        return max(0, self.num_slots * self.slot_bytes + self.base_bytes - self.had_bytes)
+
+
+def slots_for_free_memory(ranks: Ranks, copies: CopyBytes, options: Options) -> int:
+    """Return the number of staging buffers that the free memory of the machine has room for, at most ``copies`` has.
+
+    Staging buffers are made when they are first needed, so nothing else would show a lack before the first steps.
+    Without ``memory=``, fewer are taken, at least two, with a warning. Collective: every rank must call this.
 
     Args:
-        nbytes: The bytes that this rank may fill with copies that wait to be written.
-        memory_bytes: The bound of these copies, ``memory=``.
+        ranks: The ranks, of which those of one machine share its memory.
+        copies: What the copies of this rank may fill.
+        options: The options, with ``memory=``.
+
+    Raises:
+        BadInput: A ``memory=`` that the user gave is more than is free.
     """
-    gathered = ranks.everyone((this_machine(), socket.gethostname(), nbytes, free_host_bytes()))
+    gathered = ranks.everyone((this_machine(), socket.gethostname(), copies, free_host_bytes()))
+    lacking = ""
+    slots = copies.num_slots
     for machine, host, _, _ in gathered:
-        of_machine = [(each, free) for where, _, each, free in gathered if where == machine]
-        needed, free = sum(each for each, _ in of_machine), min(free for _, free in of_machine)
-        if needed > free:
-            of_ranks = f" of {len(of_machine)} ranks" * (len(of_machine) > 1)
-            raise BadInput(
-                f"memory = {format_bytes(memory_bytes)} is more than {host} has: the copies{of_ranks} that wait to be"
-                f" written may take {format_bytes(needed)}, and {format_bytes(free)} are free (within the limit of the"
-                " container, if there is one). Give less, or free some."
-            )
+        of_machine = [(CopyBytes(*each), free) for where, _, each, free in gathered if where == machine]
+        needed, free = sum(each.needed for each, _ in of_machine), min(free for _, free in of_machine)
+        if needed <= free:
+            continue
+        of_ranks = f" of {len(of_machine)} ranks" * (len(of_machine) > 1)
+        lacking = (
+            f"memory = {format_bytes(options.memory_bytes)} is more than {host} has: the copies{of_ranks} that wait to"
+            f" be written may take {format_bytes(needed)}, and {format_bytes(free)} are free (within the limit of the"
+            " container, if there is one)."
+        )
+        if options.has_given_memory:
+            raise BadInput(f"{lacking} Give less, or free some.")
+        if machine == this_machine():
+            each_bytes = sum(each.slot_bytes for each, _ in of_machine)
+            left = free - sum(each.base_bytes - each.had_bytes for each, _ in of_machine)
+            slots = min(slots, max(2, left // max(1, each_bytes)))
+    if lacking and not ranks.rank:
+        warnings.warn(
+            f"{lacking} So fewer buffers are taken, two at least. Give memory= to choose, or free some.",
+            stacklevel=3,
+        )
+    return slots
 
 
 def refuse_no_room_for_best(options: Options, state: LiveState) -> None:

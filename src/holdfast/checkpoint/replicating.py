@@ -45,6 +45,9 @@ class ReplicaBackend(DurabilityBackend):
             ranks=training.ranks,
         )  # fmt: skip
 
+    def _had_bytes(self) -> int:
+        return self.replica.ring_bytes()
+
     @property
     def pool(self) -> StagingPool:
         assert self.replica.pool is not None

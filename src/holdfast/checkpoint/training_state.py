@@ -108,6 +108,8 @@ class TrainingState:
         self._late_moves = 0
         """The number of successive steps before which the schedule was moved too late to be noted."""
         self._warned: set[str] = set()
+        self._replaced: set[str] = set()
+        """Names of parameters that a warning has named since they were replaced by other objects."""
         self._buffers_at_look: set[str] = set()
         self._given_frozen: list[str] | None = None
         """Parameters that did not require gradients at the first scan."""
@@ -155,8 +157,9 @@ class TrainingState:
 
         Warns as well when four steps in a row needed a scan, since each took a snapshot.
         """
-        before = self._buffers_at_look
+        before, replaced = self._buffers_at_look, self.state.changes.replaced
         self.look()
+        self._tell_of_replaced(replaced)
         self._looks = [step for step in self._looks if step > self.steps_done - 4] + [self.steps_done]
         if len(self._looks) == 4:
             self._looks = []
@@ -188,8 +191,11 @@ class TrainingState:
     @property
     def has_replaced_tensors(self) -> bool:
         """True if a parameter or buffer came, went, was replaced, or was first seen to change and be carried."""
-        state = self.state
-        return self.has_new_buffers or state.has_other_buffers() or state.has_replaced_parameters()
+        return self.has_new_buffers or bool(self.state.changes)
+
+    def has_changed_since_step(self) -> bool:
+        """Return whether ``has_replaced_tensors`` or a buffer has another module, looking again now."""
+        return self.state.follow_modules() or self.has_replaced_tensors
 
     @property
     def update_again(self) -> Callable[[int], None] | None:
@@ -309,6 +315,7 @@ class TrainingState:
             "Pass it as scheduler=, several as also={name: ...}; the script goes on stepping it, before step().",
             6,
         )
+        self.state.follow_modules(at_once=False)
         self.has_new_buffers = self._passing.look(self.state)
         for number in {update.optimizer for update in updates}:
             self._checks[number].look(self.state)
@@ -399,16 +406,27 @@ class TrainingState:
             self._warned.add(key)
             warnings.warn(text, stacklevel=6)
 
+    def _tell_of_replaced(self, names: Sequence[str]) -> None:
+        """Warn of parameters that were replaced by other objects, each time such as were not before."""
+        if new := [name for name in names if name not in self._replaced]:
+            self._replaced.update(new)
+            warnings.warn(
+                f"of the model's parameters {shown(new)} became another object. Each step at which that happens becomes"
+                " a base, which takes long; where only values change, copy them in place (parameter.data.copy_).",
+                stacklevel=6,
+            )
+
     def progress(self) -> dict[str, Any]:
         """Return the progress of the current step as JSON: all state that is no tensor."""
-        if not self.ranks.alone and self.state.has_replaced_parameters():
+        changes = self.state.changes
+        if not self.ranks.alone and (names := (*changes.replaced, *changes.moved)):
             self._warn_once(
                 "parameters",
-                "parameters or modules of the model came, went or were replaced by other objects after the run began,"
-                " and of several ranks none has the new ones in the run. Close this Checkpointer, and make another with"
-                " the model as it is now; where only values change, copy them in place (parameter.data.copy_).",
+                f"{shown(names)} came, went or were replaced by other objects after the run began, and of several ranks"
+                " none has the new ones in the run. Close this Checkpointer, and make another with the model as it is"
+                " now; where only values change, copy them in place (parameter.data.copy_).",
             )
-        if not self.ranks.alone and self.state.has_other_buffers():
+        if not self.ranks.alone and changes.has_other_buffers:
             self._warn_once(
                 "buffers",
                 "buffers came or went after the run began, and of several ranks none has them in the run: register them"

@@ -111,11 +111,12 @@ def plain_paths(model: nn.Module) -> dict[str, str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in list(modules)[1:]:
         above, _, name = path.rpartition(".")
-        paths[path] = paths[above] if _wraps(modules[above], name) else join(paths[above], name)
+        paths[path] = paths[above] if wraps(modules[above], name) else join(paths[above], name)
     return paths
 
 
-def _wraps(module: nn.Module, name: str) -> bool:
+def wraps(module: nn.Module, name: str) -> bool:
+    """Return whether ``module`` is a wrapper of its submodule ``name``, whose path leaves the name out."""
     alone = len(module._modules) == 1 and not module._parameters and not module._buffers
     return name in WRAPPED or (name == "module" and alone)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +41,7 @@ from .layout.regions import (
     local_held,
     local_of,
 )
+from .module_places import Changes, ModulePlaces
 from .plain_tensors import TO_NAME, is_plain, unsupported_kind
 from .quantised_slots import block_size, blocks_in, quantised_classes, restore_values, with_parts
 from .tensor_entries import QUANTISED, RESIDUAL, TensorEntry
@@ -78,21 +78,19 @@ class LiveState:
         self.optimizers = tuple(optimizers)
         self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
-        self._buffers, self._buffers_beside = captures[0].buffers, {}
+        self._buffers, self._buffers_beside = dict(captures[0].buffers), {}
         self.passing = dict(captures[0].passing)
         """The buffers that are not persistent, by name."""
         self.carried: set[str] = set()
         """Names of non-persistent buffers that the run stores all the same."""
         self.rebound: set[str] = set()
         """Names of non-persistent buffers that are replaced and not changed in place."""
-        self._modules = [part for module in (model, *(beside or {}).values()) for part in module.modules()]
         for prefix, module in (beside or {}).items():
             captured = capture(module)
             self.parameters += tuple(_named(p, prefix) for p in captured.parameters)
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
             self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
-        self._had_buffers = self._buffer_names()
-        self._had_places = _module_places(self._modules)
+        self._places = ModulePlaces({"": model, **(beside or {})})
         self.made_joined: set[str] = set()
         """Names of buffers that overlapped only with one another before ``arrange_buffers``."""
         self._optimizer_of: dict[str, int] = {}
@@ -227,24 +225,25 @@ class LiveState:
         found = [module._buffers.get(name) for module, name in places]
         return [buffer for buffer in found if buffer is not None]
 
-    def has_other_buffers(self) -> bool:
-        """Return whether a persistent buffer has come or gone since this object was made."""
-        return self._buffer_names() != self._had_buffers
+    def follow_modules(self, at_once: bool = True) -> bool:
+        """Look where the names of the state lead now, and follow buffers into modules that have replaced others.
 
-    def has_replaced_parameters(self) -> bool:
-        """Return whether a parameter or a module has come, gone or been replaced since this object was made.
-
-        Sharded parameters are left out, since FSDP2 puts the whole ones in their place at times.
+        ``changes`` is then what this object cannot follow. Returns whether a buffer is in another module than before.
+        Without ``at_once``, a model of n times 2,000 modules is only looked at in each n-th call.
         """
-        return not self._had_places.are_same()
+        if not self._places.look(at_once):
+            return False
+        found, has_moved = self._places.buffers, False
+        for places in (self._buffers, self._buffers_beside, self.passing):
+            for name, place in places.items():
+                if name in found and found[name][0] is not place[0]:
+                    places[name], has_moved = found[name], True
+        return has_moved
 
-    def _buffer_names(self) -> list[tuple[int, list[str]]]:
-        """Return the names of the persistent buffers that each module has now."""
-        return [
-            (number, names)
-            for number, module in enumerate(self._modules)
-            if module._buffers and (names := _persistent(module))
-        ]
+    @property
+    def changes(self) -> Changes:
+        """The parameters and persistent buffers that came, went or were replaced, as ``follow_modules`` last saw."""
+        return self._places.changes
 
     def memory(self) -> dict[Key, torch.Tensor]:
         """Return all tensors that this process holds now, whoever stores them.
@@ -582,46 +581,6 @@ def counts_on_host(group: Mapping[str, Any]) -> bool:
     That is independent of the parameters' device.
     """
     return not (group.get("capturable") or group.get("fused"))
-
-
-Holder = dict[str, Any]
-"""The parameters, or the submodules, of one module."""
-
-
-class ModulePlaces(NamedTuple):
-    """The places of the parameters and submodules of modules, in flat lists, since every step compares them.
-
-    The first three lists are the holder, the name and the object of each; the last two are all holders, and the number
-    of objects that each holds.
-    """
-
-    there: list[Holder]
-    names: list[str]
-    things: list[Any]
-    holders: list[Holder]
-    sizes: list[int]
-
-    def are_same(self) -> bool:
-        """Return whether every holder still holds the same objects, and no others."""
-        found = map(dict.get, self.there, self.names)
-        return all(map(is_, found, self.things)) and list(map(len, self.holders)) == self.sizes
-
-
-def _module_places(modules: Iterable[nn.Module]) -> ModulePlaces:
-    """Return where the parameters and submodules of ``modules`` are held now. Distributed ones are left out."""
-    holders = [holder for module in modules for holder in (module._parameters, module._modules)]
-    found: list[tuple[Holder, str, Any]] = [
-        (holder, name, thing) for holder in holders for name, thing in holder.items()
-    ]
-    found = [each for each in found if not is_distributed(each[2])]
-    there, names, things = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
-    return ModulePlaces(there, names, things, holders, list(map(len, holders)))
-
-
-def _persistent(module: nn.Module) -> list[str]:
-    """Return the names of the persistent buffers that ``module`` has now."""
-    hidden = module._non_persistent_buffers_set
-    return [name for name, buffer in module._buffers.items() if buffer is not None and name not in hidden]
 
 
 def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:

@@ -19,7 +19,7 @@ from holdfast import failpoints
 
 from ...accelerators import devices_of
 from ...distributed import Ranks
-from ...errors import BadInput, Damaged, RunLocked
+from ...errors import BadInput, Damaged, HoldfastError, RunLocked
 from ...events import EventLog
 from ...state.live_state import LiveState
 from ...store.commit.retention import Keep
@@ -117,6 +117,13 @@ class Replica:
         if self._drift is not None or self._helper.failure is not None:
             return self.durable_step
         return max(self._handed, self.durable_step)
+
+    def ring_bytes(self) -> int:
+        """Return the bytes of the ring that an earlier replica of the run still has, which ends before this begins."""
+        with suppress(HoldfastError, OSError):  # of a run that is not there, or is refused later
+            place = shared_memory.place_for(self._terms.run, self._memory, self._key(), self._suffix)
+            return os.stat(place / RING).st_blocks * 512
+        return 0
 
     # Start
 

@@ -255,7 +255,7 @@ class GradientUse:
         if self._exist and not self._is_amid:
             self._refuse(
                 "gradients were not zeroed since the step before. In memory they would be added to this step's, and the"
-                f" engine has them no more: {self._advice}"
+                f" engine has them no more: {self._advice}. That a script has set parameter.grad = None is not seen"
             )
         self._exist = self._is_amid = True
 

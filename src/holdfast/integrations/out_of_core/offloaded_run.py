@@ -77,6 +77,8 @@ class OffloadedTraining(Training):
         """The number of steps that the trainer had counted when the engine did the present one."""
         self._norm = trainer.args.max_grad_norm
         """The norm that the engine clips to, as the trainer had it."""
+        self._has_gradients = False
+        """True if training in memory would have gradients now that its optimizer's step has not used."""
         self._hyper: list[dict[str, Any]] = []
         """The hyper-parameters that the engine has done the present step with."""
         self._loss = threading.local()
@@ -121,7 +123,8 @@ class OffloadedTraining(Training):
         self.engine = offload(
             trainer.model, optimizer, self._run, loader=self, normalize="sum", **(usual | self._options)
         )
-        self.engine.held.until_unguard(_NoZeroing(trainer.model))
+        self.engine.held.until_unguard(_ZeroGrad(trainer.model, do_nothing))
+        self.engine.held.until_unguard(_ZeroGrad(optimizer, self._zero_grad))
         self.engine.held.refuse_gradients("log grad_norm, and leave out what reads or changes gradients")
         inner = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # its generate calls itself
         self.engine.take_calls(
@@ -217,6 +220,7 @@ class OffloadedTraining(Training):
                 assert engine.results is not None
                 self._losses = list(engine.results["losses"])
             self._group = []  # of many tokens
+        self._has_gradients = True
         return torch.tensor(self._losses.pop(0), dtype=torch.float32, device=self._trainer.args.device)
 
     @property
@@ -251,6 +255,17 @@ class OffloadedTraining(Training):
                 " (on_substep_end, on_pre_optimizer_step or training_step), which the engine had done before with what"
                 " they were: change them in on_step_begin or on_step_end. The run has this step; begin it again in"
                 " another directory if the step counts."
+            )
+
+        self._has_gradients = False
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Take the place of the optimizer's ``zero_grad``. Raises ``BadInput`` where that would drop gradients."""
+        if self._has_gradients:
+            raise BadInput(
+                "optimizer.zero_grad() was called between a backward pass and the optimizer's step (on_substep_end,"
+                " on_pre_optimizer_step or training_step), which drops gradients of a step that the engine has done"
+                " with all of them: leave it out, or call it in on_step_begin or on_step_end"
             )
 
     def _hyper_now(self) -> list[dict[str, Any]]:
@@ -367,12 +382,12 @@ class OffloadedTraining(Training):
             self._state_before = state
 
 
-class _NoZeroing:
-    """Lets the trainer's ``model.zero_grad()`` do nothing, until ``remove``: it would read gradients of the engine."""
+class _ZeroGrad:
+    """Puts ``takes_place`` in the place of ``owner.zero_grad``, until ``remove``: that would read gradients."""
 
-    def __init__(self, model: Any) -> None:
-        self._attributes = vars(model)
-        self._attributes["zero_grad"] = do_nothing
+    def __init__(self, owner: Any, takes_place: Callable[..., None]) -> None:
+        self._attributes = vars(owner)
+        self._attributes["zero_grad"] = takes_place
 
     def remove(self) -> None:
         self._attributes.pop("zero_grad", None)

@@ -44,14 +44,3 @@ def test_reads_and_writes_may_share_the_device():
     shared = Machine(shared_ssd=True)
     assert shared.server(operations.SSD_READ) == shared.server(operations.SSD_WRITE) == "ssd"
     assert shared.server(operations.UPLOAD) == operations.UPLOAD
-
-
-@pytest.mark.parametrize("wrong", [{"ssd_read_bytes_per_second": 0.0}, {"compute_flop_per_second": -1.0}])
-def test_a_rate_that_is_not_positive_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Machine(**wrong)
-
-
-def test_a_commit_cannot_take_negative_time():
-    with pytest.raises(ValueError, match="commit_seconds"):
-        Machine(commit_seconds=-0.1)

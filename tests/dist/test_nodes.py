@@ -119,7 +119,7 @@ def test_nodes_take_no_more_than_their_cap_with_the_copies(world, tmp_path):
     finally:
         end.set()
         thread.join()
-    assert cap / 2 < max(taken) <= cap
+    assert cap / 4 < max(taken) <= cap  # the log reserves a quarter of what bases leave
 
 
 def sizes(folder):

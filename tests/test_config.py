@@ -152,7 +152,9 @@ def test_the_default_prints_every_key_with_its_meaning():
 
 
 @given(
-    text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+        lambda text: not text.startswith("~")  # a home, which is put in when it is read
+    ),
     rate=st.floats(1e-12, 1e6),
     fraction=st.one_of(st.floats(0, 1), st.just("auto")),
     seed=st.integers(0, 2**63 - 1),

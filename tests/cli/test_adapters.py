@@ -383,7 +383,8 @@ def test_experts_of_a_mixture_are_read_where_tokens_go(tmp_path, train, holdfast
     folder, sets = write_folder(tmp_path / "folder", tiny_folders.mixtral), LORA[:1] + LORA[2:]
     runs = {"whole": (), "routed": ("offload.expert_slots=2",)}
     for run, more in runs.items():
-        result = train(tmp_path / run, folder, 2, *sets, "lora.targets=[q_proj,v_proj]", *more)
+        plain = ("lora.targets=[q_proj,v_proj]", "lora.rank_pattern=[]")
+        result = train(tmp_path / run, folder, 2, *sets, *plain, *more)
         assert result.code == 0, result.err
     found, expected = ([*losses(tmp_path / run).values()] for run in ("routed", "whole"))
     assert found == pytest.approx(expected, rel=1e-5)

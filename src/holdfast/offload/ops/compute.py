@@ -217,8 +217,9 @@ def _has_finite_gradients(run: Runtime, step: Step, batch: MicroBatch) -> bool:
 
 
 def _bounds(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the least and the largest element of each tensor that has any, both NaN if one is."""
-    return [torch.stack(torch.aminmax(each)) for each in tensors if each is not None and each.numel()]
+    """Return the least and the largest number in each tensor that has any, both NaN if one is."""
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in tensors if each is not None]
+    return [torch.stack(torch.aminmax(each)) for each in real if each.numel()]
 
 
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:

@@ -119,7 +119,8 @@ def test_nodes_take_no_more_than_their_cap_with_the_copies(world, tmp_path):
     finally:
         end.set()
         thread.join()
-    assert cap / 4 < max(taken) <= cap  # the log reserves a quarter of what bases leave
+    assert max(taken) > cap / 4, "sizes were not seen"  # bases, and a quarter of what they leave for the log
+    assert max(taken) <= cap
 
 
 def sizes(folder):

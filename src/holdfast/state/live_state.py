@@ -544,9 +544,8 @@ class LiveState:
         """
         parameter, optimizer = self._parameter[name], self.optimizers[self._optimizer_of[name]]
         slots = self._state(parameter)
-        if (
-            slot not in slots and (part := with_parts(slots).get(slot)) is not None
-        ):  # of a tensor that is made already
+        part = None if slot in slots else with_parts(slots).get(slot)
+        if part is not None:  # of a quantised tensor that is made already
             part.copy_(value)
             return
         device = torch.device("cpu") if self._stays_on_host(name, slot) else parameter.parameter.device

@@ -72,9 +72,8 @@ class PartCollector:
     def is_only_use(self) -> bool:
         """Return, in the backward pass, whether the forward pass has used the weight once."""
         self._is_backward = True
-        return (
-            self._uses <= 1
-        )  # none is counted if the forward pass of a reentrant checkpoint was the only one
+        # none is counted if the forward pass of a reentrant checkpoint was the only one
+        return self._uses <= 1
 
     def collect_or_return(
         self, weight: Any, parts: Iterable[Part], empty: Callable[[], Tensor], is_alone: bool = False

@@ -153,9 +153,8 @@ class Pusher:
             and (self._done.commits or not (self._tidy or self._lock.is_removal_refused))
         ):
             self._tidy = False
-            with self._lock.acquired(
-                0.0
-            ) as is_acquired:  # another process may have it: the next push tries again
+            # another process may have it: the next push tries again
+            with self._lock.acquired(0.0) as is_acquired:
                 if is_acquired:
                     self._remove_unkept()
             self._tidy = is_acquired

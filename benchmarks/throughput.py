@@ -6,15 +6,15 @@
 Each case runs in a process of its own, so that peak memory is its own. They take turns, `--rounds` times: the engine;
 the engine with no block computed again in the backward pass ("kept"), and with embedding and head streamed
 ("streamed"); plain PyTorch with fused AdamW, activation checkpointing and everything in memory, once with fp32 masters
-and gradient sums as the engine has them ("masters"), once with bf16 parameters and nothing else ("plain"), which is a
-tenth of the optimizer's work and another arithmetic; with ``--before``, the engine of another checkout ("before"); and
+and gradient sums as the engine has them ("masters"), once, where bf16 is measured, with bf16 parameters and nothing
+else ("plain"), which is a tenth of the optimizer's work and another arithmetic; with ``--before``, the engine of another checkout ("before"); and
 with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the SSD.
 That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators need a
 compiler and libaio's headers, and are compiled when they are first used.
 
 With ``--ssd-limit`` every case reads at most that many bytes a second from the SSD, and writes at most as many (as
-root, with cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line
-of JSON.
+root, with cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. All cases compute in
+bf16, or in fp32 on a processor that is more than four times as fast in it. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
         "--cases", nargs="+", choices=CASES, help="cases that run besides the engine; all by default"
     )
     parser.add_argument("--peers", help="a Python that has DeepSpeed; without it that case is left out")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="measured by default")
     parser.add_argument("--before", type=Path, help="a checkout whose engine is measured too")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -60,9 +61,12 @@ def main() -> None:
     if options.case:
         print(json.dumps(run_case(options)))
         return
-    from common import finish, slow_disk, table
+    from common import fast_precision, finish, slow_disk, table
 
+    options.precision = options.precision or fast_precision()
     pythons = dict.fromkeys(("engine", "kept", "streamed", "masters", "plain"), sys.executable)
+    if options.precision == "fp32":
+        del pythons["plain"]
     if options.peers:
         pythons["deepspeed"] = options.peers
     wanted = {"engine", *(options.cases or pythons)}
@@ -97,6 +101,7 @@ def main() -> None:
         {
             "model": options.model,
             "steps": options.steps,
+            "precision": options.precision,
             "ssd_limit": options.ssd_limit,
             "by_micro_batches": result,
         },
@@ -106,7 +111,7 @@ def main() -> None:
 
 def in_process(python: str, case: str, m: int, options: argparse.Namespace, group: Path | None) -> dict:
     command = [python, "-W", "ignore", __file__, "--case", case, "--model", options.model]
-    command += ["--micro-batches", str(m), "--steps", str(options.steps)]
+    command += ["--micro-batches", str(m), "--steps", str(options.steps), "--precision", options.precision]
     if options.folder:
         command += ["--folder", options.folder]
     procs = None if group is None else group / "cgroup.procs"
@@ -153,7 +158,7 @@ def engine_case(
     placement = holdfast.Placement(
         recomputed_fraction=recomputed_fraction, embedding_and_head=embedding_and_head
     )
-    engine = holdfast.offload(model, optimizer, folder, placement=placement)
+    engine = holdfast.offload(model, optimizer, folder, placement=placement, precision=options.precision)
 
     def close() -> None:
         engine.close()
@@ -170,7 +175,9 @@ def plain_case(options: argparse.Namespace):
     import torch
     from common import gpt, token_batches
 
-    model = gpt(*SIZES[options.model], empty=False).bfloat16()
+    model = gpt(*SIZES[options.model], empty=False)
+    if options.precision == "bf16":
+        model.bfloat16()
     model.gradient_checkpointing_enable()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -188,6 +195,8 @@ def plain_case(options: argparse.Namespace):
 def masters_case(options: argparse.Namespace):
     from common import gpt, token_batches, with_masters
 
+    if options.precision == "fp32":  # parameters are their own masters
+        return plain_case(options)
     step = with_masters(gpt(*SIZES[options.model], empty=False))
     return lambda: step(token_batches(options.micro_batches[0], TOKENS)), lambda: None, lambda: 0.0
 
@@ -207,7 +216,7 @@ def deepspeed_case(options: argparse.Namespace):
         config={
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": count,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": options.precision == "bf16"},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "zero_optimization": {
                 "stage": 3,

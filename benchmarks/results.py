@@ -50,7 +50,9 @@ def _newest_of_each_model(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         one = " ".join(
-            str(line[key]) for key in ("model", "measurement", "size", "ssd_limit") if line.get(key)
+            str(line[key])
+            for key in ("model", "measurement", "size", "ssd_limit", "precision")
+            if line.get(key)
         )
         names = tuple(line.get("models") or line.get("ratios") or [one])
         newest.pop(names, None)

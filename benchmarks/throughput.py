@@ -7,14 +7,14 @@ Each case runs in a process of its own, so that peak memory is its own. They tak
 the engine with no block computed again in the backward pass ("kept"), and with embedding and head streamed
 ("streamed"); plain PyTorch with fused AdamW, activation checkpointing and everything in memory, once with fp32 masters
 and gradient sums as the engine has them ("masters"), once, where bf16 is measured, with bf16 parameters and nothing
-else ("plain"), which is a tenth of the optimizer's work and another arithmetic; with ``--before``, the engine of another checkout ("before"); and
-with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the SSD.
-That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators need a
-compiler and libaio's headers, and are compiled when they are first used.
+else ("plain"), which is a tenth of the optimizer's work and another arithmetic; with ``--before``, the engine of
+another checkout ("before"); and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with
+optimizer and parameters on the SSD. That one is untuned, keeps activations instead of recomputing them, and makes no
+step durable. Its operators need a compiler and libaio's headers, and are compiled when they are first used.
 
 With ``--ssd-limit`` every case reads at most that many bytes a second from the SSD, and writes at most as many (as
-root, with cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. All cases compute in
-bf16, or in fp32 on a processor that is more than four times as fast in it. Prints a table and one line of JSON.
+root, with cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. All cases compute in bf16,
+or in fp32 on a processor that is more than four times as fast in it. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations

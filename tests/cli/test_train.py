@@ -441,35 +441,6 @@ def test_without_a_verb_it_says_what_there_is_and_how_it_ends(holdfast):
     assert holdfast("--version").out == f"holdfast {holdfast_version}\n"
 
 
-FIRST_IMPORT_OF_TORCH = """
-import os, sys
-
-class Watch:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print(os.environ.get("GOMP_SPINCOUNT"))
-            os._exit(0)
-
-sys.meta_path.insert(0, Watch())
-sys.argv = ["holdfast", "train"]
-from holdfast.cli.main import main
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    "chosen, used", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
-)
-def test_waiting_threads_of_torch_spin_briefly_unless_somebody_chose_otherwise(chosen, used):
-    """OpenMP reads how long when torch is loaded."""
-    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {key: value for key, value in os.environ.items() if key not in ours}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **chosen}
-    command = [sys.executable, "-u", "-c", FIRST_IMPORT_OF_TORCH]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{used}\n", done.stderr
-
-
 def test_an_unexpected_error_is_one_line_and_a_traceback_on_demand(holdfast, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("division\nby zero")

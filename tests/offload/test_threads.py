@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -81,3 +82,31 @@ def test_the_recorder_of_a_checkpointer(tmp_path, two_threads, monkeypatch):
         ckpt.step()
     assert found == {"holdfast-recorder": {1}}
     assert torch.get_num_threads() == 2
+
+
+def cpu_seconds_of_loops() -> float:
+    """Of the process, for parallel loops with pauses of a millisecond between them, in which threads may spin."""
+    numbers = torch.zeros(1 << 17)
+    before = time.process_time()
+    for _ in range(100):
+        numbers.add_(1)
+        time.sleep(0.001)
+    return time.process_time() - before
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_threads_spin_briefly_while_an_engine_is_open(tmp_path, two_threads, monkeypatch, chosen):
+    for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):  # read long ago
+        monkeypatch.delenv(key, raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    model = decoder(blocks=2)
+    before = cpu_seconds_of_loops()
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
+        engine.step(batches(0, 2))
+        engine.wait()
+        names = [thread.name for thread in threading.enumerate()]
+        inside = cpu_seconds_of_loops()
+    after = cpu_seconds_of_loops()
+    assert ("holdfast-spare-0" in names) is not chosen
+    assert (inside < min(before, after) / 4) is not chosen, (before, inside, after)

@@ -137,9 +137,6 @@ def train(
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     sys.stdout = Visible(Enduring(beside(sys.stdout)))  # type: ignore[assignment]
     sys.stderr = Visible(Enduring(beside(sys.stderr)))  # type: ignore[assignment]
-    # torch's threads share the cores with ours, so waiting ones may spin only briefly (read when torch is loaded)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from .train.sizing import Wish
     from .train.train_job import train as run
 

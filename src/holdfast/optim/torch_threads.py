@@ -7,6 +7,7 @@ it. Called by the engine, measurements and replays.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -69,6 +70,23 @@ def limit_torch_threads(count: int) -> None:
         other = threading.Thread(target=torch.set_num_threads, args=(before,))
         other.start()
         other.join()
+
+
+def brief_spins() -> Lane:
+    """Have OpenMP's threads spin only briefly at the end of a parallel loop, until the returned lane is closed.
+
+    torch's threads wait by spinning, for about 300,000 rounds. Beside other threads or processes each loop then takes
+    as long as the slowest thread, and keeps a core from it. libgomp spins for 1,000 rounds if it keeps more threads
+    than there are cores, so the lane's one thread has computed with two and waits. Does nothing if torch computes with
+    one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT say how long to spin.
+    """
+    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+    return Lane(0 if chosen or torch.get_num_threads() == 1 else 1, "holdfast-spare", _compute_with_two)
+
+
+def _compute_with_two() -> None:
+    limit_torch_threads(2)
+    torch.zeros(1 << 17, device="cpu").add_(1)  # long enough for torch to share it out
 
 
 class Lane:

@@ -59,7 +59,7 @@ from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .row_packing import loader_of, with_possible_packing, with_verified_packing
 from .sizing import Wish, may_change, shared_out, sized
 from .step_loggers import StepLoggers, refuse_missing_loggers
-from .validations import BEST, Validations, drop_later_weights, keep_weights, kept_losses
+from .validations import BEST, Validations, drop_later_weights, has_loss, keep_weights, kept_losses
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""
@@ -94,12 +94,17 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
     done, packing_before = ranks.first_does(lambda: (newest_step(state), kept_packing(config)))
-    if done >= config.train.steps and first_alone(ranks, lambda: newest_step_verifies(console, state)):
+    lacks_loss = ranks.first_does(lambda: is_last_loss_missing(config, done))
+    if (
+        done >= config.train.steps
+        and not lacks_loss
+        and first_alone(ranks, lambda: newest_step_verifies(console, state))
+    ):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
             soft_wrap=True,
         )
-        say_how_to_go_on(console, config, extend_to=2 * done)
+        say_how_to_go_on(console, config, extend=("train.steps", 2 * done))
         return
     with ranks.agreeing():
         refuse_missing_loggers(config.log)
@@ -337,11 +342,14 @@ class Job:
         self.events.emit(
             "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
         )
-        say_how_to_go_on(self.console, self.config, extend_to=2 * done)
+        more = ("train.steps", 2 * done)
+        if done < self.config.train.steps:
+            more = ("train.patience", self.config.train.patience + self.validations.num_since_lowest)
+        say_how_to_go_on(self.console, self.config, extend=more)
 
     def end_text(self) -> str:
         done, steps = self.engine.steps_done, self.config.train.steps
-        if done == steps:
+        if done >= steps:
             return f"Finished step {done:,} of {done:,}"
         patience = self.config.train.patience
         return (
@@ -384,6 +392,13 @@ def newest_step(state: Path) -> int:
     except (NoCommit, Damaged):
         return 0
     return 0 if newest is None else newest.step
+
+
+def is_last_loss_missing(config: Config, done: int) -> bool:
+    """Return whether a run was killed after its last step, and before that step's loss on held-out text was kept."""
+    every = config.train.validate_every
+    is_due = every > 0 and done == config.train.steps and done % every == 0
+    return is_due and not has_loss(Path(config.run.dir), done)
 
 
 def newest_step_verifies(console: Console, state: Path) -> bool:

@@ -19,6 +19,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ...errors import Damaged, HoldfastError
 from ...models.keeping import CONFIG
 from ...regular_files import load_json, read_regular
@@ -72,6 +74,11 @@ class Validations:
         """
         self.patience, self.text, self.losses = patience, text, losses
 
+    @property
+    def text_digest(self) -> str:
+        """The identity of the text, as the event log has it."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.text, sort_keys=True).encode())
+
     def add(self, step: int, loss: float) -> bool:
         """Add the loss after ``step``. Return whether it is the lowest."""
         self.losses[step] = loss
@@ -110,6 +117,12 @@ def kept_losses(run: Path, text: dict[str, Any], last_step: int) -> dict[int, fl
     if told != json.loads(json.dumps(text)):
         return {}
     return {step: loss for step, loss in losses.items() if step <= last_step}
+
+
+def has_losses_of_another(run: Path, text: dict[str, Any]) -> bool:
+    """Return whether ``run`` has kept losses, and they are on another text than ``text``."""
+    told, losses = _read(run)
+    return bool(losses) and told != json.loads(json.dumps(text))
 
 
 def has_loss(run: Path, step: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.cli.train.validations import Validations, drop_later_weights, kept_losses
+from holdfast.cli.train.validations import Validations, drop_later_weights, keep_weights, kept_losses
 
 TEXT = {"tokens": 9}
 
@@ -47,3 +47,12 @@ def test_best_weights_of_later_steps_are_dropped(tmp_path):
     drop_later_weights(tmp_path, 10)
     assert {path.name for path in (tmp_path / "best").iterdir()} == {"step-9", "step-10", "mine"}
     drop_later_weights(tmp_path / "nowhere", 0)
+
+
+def test_weights_of_an_earlier_step_go_after_a_kill(tmp_path):
+    """The kill came when the new folder was complete and the one before was still there."""
+    for name in ("step-9", "step-10"):
+        (tmp_path / "best" / name).mkdir(parents=True)
+        (tmp_path / "best" / name / "config.json").write_text("{}")
+    keep_weights(tmp_path, 10)
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-10"]

@@ -85,18 +85,22 @@ def _drives(preflight: Preflight) -> str:
     )
 
 
-def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:
-    """Print the commands that continue (to a later step), inspect and export the run, ready to be copied."""
+def say_how_to_go_on(console: Console, config: Config, *, extend: tuple[str, int] | None = None) -> None:
+    """Print the commands that continue, inspect and export the run, ready to be copied.
+
+    ``extend`` is the key, and its value, with which a run that has ended continues.
+    """
     again = same_command()
-    if extend_to is None:
+    if extend is None:
         commands = {"continue": again}
     else:
-        commands = {"extend": [*without_steps(again), "--set", f"train.steps={extend_to}"]}
+        key, value = extend
+        commands = {"extend": [*without_key(again, key), "--set", f"{key}={value}"]}
     commands |= {verb: [*program(), verb, config.run.dir] for verb in ("show", "verify", "report")}
-    if extend_to is not None and config.lora.are_wanted:
+    if extend is not None and config.lora.are_wanted:
         commands["export"] = [*program(), "convert", config.run.dir, "OUT", "--to", "peft"]
         commands["merge"] = [*program(), "convert", config.run.dir, "OUT", "--to", "huggingface", "--merge"]
-    elif extend_to is not None and config.model.path:
+    elif extend is not None and config.model.path:
         commands["export"] = [*program(), "convert", config.run.dir, "OUT", "--to", "huggingface"]
     console.print()
     for name, command in commands.items():
@@ -118,13 +122,13 @@ def same_command() -> list[str]:
     return [*torchrun, *where, "--nproc-per-node", here, "-m", "holdfast", *sys.argv[1:]]
 
 
-def without_steps(command: list[str]) -> list[str]:
-    """Return ``command`` without its setting of the number of steps."""
+def without_key(command: list[str], key: str) -> list[str]:
+    """Return ``command`` without its settings of ``key``."""
     kept: list[str] = []
     for word in command:
-        if word.startswith("train.steps=") and kept[-1:] == ["--set"]:
+        if word.startswith(f"{key}=") and kept[-1:] == ["--set"]:
             kept.pop()
-        elif not word.startswith("--set=train.steps="):
+        elif not word.startswith(f"--set={key}="):
             kept.append(word)
     return kept
 

@@ -149,6 +149,7 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
     changed = {key: pair for key, pair in changed_keys(record, config).items() if key not in PLACES}
     unstated = {k: v for k, v in changed.items() if is_marked(k, "stated") and k not in stated}
     _refuse_unstated(run, {k: v for k, v in unstated.items() if not _keeps_bits(k, v)})
+    _refuse_other_samples(run, config, changed)
     return changed
 
 
@@ -191,6 +192,18 @@ def _refuse_unstated(run: Path, changed: dict[str, tuple[Any, Any]]) -> None:
         raise RunMismatch(
             f"{run} was trained otherwise: {describe(changed)}. Say {before} to go on as before, or {now} to change "
             "it from here on; another run needs another directory, --set run.dir=..."
+        )
+
+
+def _refuse_other_samples(run: Path, config: Config, changed: dict[str, tuple[Any, Any]]) -> None:
+    """Raise ``RunMismatch`` if the share that is held out of the trained text would change."""
+    before, now = changed.get("data.validation", ("", ""))
+    if config.data.validation_fraction and bool(before) != bool(now):
+        raise RunMismatch(
+            f"{run} was trained with {describe({'data.validation': (before, now)}).replace(' -> ', ', not ')}: only"
+            f" without another held-out text data.validation_fraction = {config.data.validation_fraction} of data.text"
+            f" is held out, so other samples would be trained on. Say --set {quote(f'data.validation={before}')} to go"
+            " on as before; another run needs another directory, --set run.dir=..."
         )
 
 

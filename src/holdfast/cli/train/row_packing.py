@@ -37,7 +37,7 @@ def with_possible_packing(config: Config, recipe: Recipe, say: Callable[[str], o
         return config
     if not _has_samples(recipe):
         say("Nothing is packed: the text is cut into windows, which are full.")
-        return _with_packing(config, "off")
+        return config  # the same command continues the run, and names the same packing
     if not takes_positions(recipe.model):
         say(f"Nothing is packed: {type(recipe.model).__name__} has no position_ids. {SORTED}")
         return _with_packing(config, "lengths")

@@ -59,7 +59,15 @@ from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .row_packing import loader_of, with_possible_packing, with_verified_packing
 from .sizing import Wish, may_change, shared_out, sized
 from .step_loggers import StepLoggers, refuse_missing_loggers
-from .validations import BEST, Validations, drop_later_weights, keep_weights, kept_losses
+from .validations import (
+    BEST,
+    Validations,
+    drop_later_weights,
+    has_loss,
+    has_losses_of_another,
+    keep_weights,
+    kept_losses,
+)
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""
@@ -94,12 +102,17 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
     done, packing_before = ranks.first_does(lambda: (newest_step(state), kept_packing(config)))
-    if done >= config.train.steps and first_alone(ranks, lambda: newest_step_verifies(console, state)):
+    lacks_loss = ranks.first_does(lambda: is_last_loss_missing(config, done))
+    if (
+        done >= config.train.steps
+        and not lacks_loss
+        and first_alone(ranks, lambda: newest_step_verifies(console, state))
+    ):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
             soft_wrap=True,
         )
-        say_how_to_go_on(console, config, extend_to=2 * done)
+        say_how_to_go_on(console, config, extend=("train.steps", 2 * done))
         return
     with ranks.agreeing():
         refuse_missing_loggers(config.log)
@@ -245,6 +258,8 @@ class Job:
             )
         if changed:
             self.say(f"Changed from here on: {describe(changed)}.")
+        if has_losses_of_another(Path(self.config.run.dir), self.validations.text):
+            self.say("The held-out text has changed: losses are compared, and patience counts, from here on.")
 
     def take_steps(self, stop: StopRequest) -> None:
         """Train to the last step, or until a stop is requested, and commit the reached step."""
@@ -296,7 +311,7 @@ class Job:
         if len(batches) % self.ranks.world_size == 0:
             batches = batches[self.ranks.rank :: self.ranks.world_size]
         event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
-        self.events.emit("validation", **event)
+        self.events.emit("validation", **event, text=self.validations.text_digest)
         self.loggers.validation(event)
         if self.validation_is_due():
             self.keep_loss(**event)
@@ -323,7 +338,7 @@ class Job:
         after = self.validate()
         self.say_lowest()
         if before is not None and after is not None:
-            first = first_validation(self.events.path) or before
+            first = first_validation(self.events.path, self.validations.text_digest) or before
             self.say(
                 f"Validation loss {after['loss']:.3f}; it was {first['loss']:.3f} at step {first['step']:,}, "
                 f"and a uniform guess has {math.log(self.recipe.choices):.3f}."
@@ -337,11 +352,14 @@ class Job:
         self.events.emit(
             "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
         )
-        say_how_to_go_on(self.console, self.config, extend_to=2 * done)
+        more = ("train.steps", 2 * done)
+        if done < self.config.train.steps:
+            more = ("train.patience", self.config.train.patience + self.validations.num_since_lowest)
+        say_how_to_go_on(self.console, self.config, extend=more)
 
     def end_text(self) -> str:
         done, steps = self.engine.steps_done, self.config.train.steps
-        if done == steps:
+        if done >= steps:
             return f"Finished step {done:,} of {done:,}"
         patience = self.config.train.patience
         return (
@@ -386,6 +404,13 @@ def newest_step(state: Path) -> int:
     return 0 if newest is None else newest.step
 
 
+def is_last_loss_missing(config: Config, done: int) -> bool:
+    """Return whether a run was killed after its last step, and before that step's loss on held-out text was kept."""
+    every = config.train.validate_every
+    is_due = every > 0 and done == config.train.steps and done % every == 0
+    return is_due and not has_loss(Path(config.run.dir), done)
+
+
 def newest_step_verifies(console: Console, state: Path) -> bool:
     """Return whether the newest step of a finished run verifies.
 
@@ -420,11 +445,12 @@ def held_out_samples(corpus: Windowed) -> list[dict[str, Tensor]]:
     return [corpus.validation[place * len(corpus.validation) // count] for place in range(count)]
 
 
-def first_validation(path: Path | None) -> dict[str, Any] | None:
-    """Return the validation before the run's first step, of any sitting."""
+def first_validation(path: Path | None, text_digest: str) -> dict[str, Any] | None:
+    """Return the validation before the run's first step; None if it was on another text, or no number."""
     events = read_events(path) if path is not None and path.exists() else iter(())
     found = (event for event in events if event["event"] == "validation" and event["step"] == 0)
-    return next(found, None)
+    numbers = (event for event in found if event.get("loss") is not None)
+    return next((each for each in numbers if each.get("text", text_digest) == text_digest), None)
 
 
 def sampled_ids(

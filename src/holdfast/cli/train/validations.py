@@ -19,6 +19,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ...errors import Damaged, HoldfastError
 from ...models.keeping import CONFIG
 from ...regular_files import load_json, read_regular
@@ -35,18 +37,17 @@ def keep_weights(run: Path, step: int) -> None:
     from ..convert import write_folder
 
     destination = run / BEST / f"step-{step}"
-    if (destination / CONFIG).is_file():  # which is written last
-        return
-    shutil.rmtree(destination, ignore_errors=True)
-    destination.parent.mkdir(exist_ok=True)
-    try:
-        write_folder(f"{run}@{step}", destination)
-    except HoldfastError as error:
+    if not (destination / CONFIG).is_file():  # which is written last
         shutil.rmtree(destination, ignore_errors=True)
-        warnings.warn(
-            f"the weights of step {step}, with the lowest loss, are not kept: {error}", stacklevel=2
-        )
-        return
+        destination.parent.mkdir(exist_ok=True)
+        try:
+            write_folder(f"{run}@{step}", destination)
+        except HoldfastError as error:
+            shutil.rmtree(destination, ignore_errors=True)
+            warnings.warn(
+                f"the weights of step {step}, with the lowest loss, are not kept: {error}", stacklevel=2
+            )
+            return
     for other in destination.parent.iterdir():
         if other != destination:
             shutil.rmtree(other)
@@ -73,6 +74,11 @@ class Validations:
         """
         self.patience, self.text, self.losses = patience, text, losses
 
+    @property
+    def text_digest(self) -> str:
+        """The identity of the text, as the event log has it."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.text, sort_keys=True).encode())
+
     def add(self, step: int, loss: float) -> bool:
         """Add the loss after ``step``. Return whether it is the lowest."""
         self.losses[step] = loss
@@ -90,8 +96,13 @@ class Validations:
     @property
     def is_over(self) -> bool:
         """True if the last ``patience`` losses were not below the lowest before them."""
+        return 0 < self.patience <= self.num_since_lowest
+
+    @property
+    def num_since_lowest(self) -> int:
+        """The number of losses after the lowest."""
         since = -1 if self.best is None else self.best[0]
-        return 0 < self.patience <= sum(step > since for step in self.losses)
+        return sum(step > since for step in self.losses)
 
     def write(self, run: Path) -> None:
         """Store the losses in the directory ``run``, durably."""
@@ -102,11 +113,29 @@ class Validations:
 
 def kept_losses(run: Path, text: dict[str, Any], last_step: int) -> dict[int, float]:
     """Return the losses that ``run`` has kept up to ``last_step``; none of them if they are of another text."""
-    try:
-        told = load_json(read_regular(run / NAME))
-        if told["text"] != json.loads(json.dumps(text)):
-            return {}
-        losses = {int(step): math.nan if loss is None else float(loss) for step, loss in told["losses"]}
-    except (OSError, Damaged, ValueError, KeyError, TypeError):
+    told, losses = _read(run)
+    if told != json.loads(json.dumps(text)):
         return {}
     return {step: loss for step, loss in losses.items() if step <= last_step}
+
+
+def has_losses_of_another(run: Path, text: dict[str, Any]) -> bool:
+    """Return whether ``run`` has kept losses, and they are on another text than ``text``."""
+    told, losses = _read(run)
+    return bool(losses) and told != json.loads(json.dumps(text))
+
+
+def has_loss(run: Path, step: int) -> bool:
+    """Return whether ``run`` has kept the loss after ``step``, on any text: a kill may have come before it."""
+    return step in _read(run)[1]
+
+
+def _read(run: Path) -> tuple[Any, dict[int, float]]:
+    """Return the text that ``run`` has kept losses of, and the losses; None and no losses without a readable file."""
+    try:
+        told = load_json(read_regular(run / NAME))
+        return told["text"], {
+            int(step): math.nan if loss is None else float(loss) for step, loss in told["losses"]
+        }
+    except (OSError, Damaged, ValueError, KeyError, TypeError):
+        return None, {}

@@ -1,6 +1,6 @@
-"""Failures: a run that fails at random moments, to see what a cadence wastes. Seeded; seconds, bytes.
+"""Failures: a run that fails at random moments, to see what an interval between bases wastes. Seeded; seconds, bytes.
 
-Unlike ``waste.py`` this takes no averages: it follows groups and bases one by one, knows what was durable when a
+Unlike ``waste.py`` this takes no averages: it follows records and bases one by one, knows what was durable when a
 failure came, makes a base that was lost again, and recovers again where recovery fails. Failures are Poisson.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from dataclasses import dataclass
-from math import ceil
 
-from holdfast.schedule.interval.waste import HOUR, Cadence, MeasuredCosts, pace
+from holdfast.schedule.interval.waste import HOUR, MeasuredCosts, pace
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,12 @@ class Outcome:
 
 
 def simulate(
-    measured: MeasuredCosts, cadence: Cadence, *, num_failures: int = 2000, seed: int = 0
+    measured: MeasuredCosts, steps: int, has_records: bool = True, *, num_failures: int = 2000, seed: int = 0
 ) -> Outcome:
-    """A run of ``cadence`` until it has recovered from ``num_failures``."""
+    """A run with a base every ``steps`` until it has recovered from ``num_failures``."""
     chance = random.Random(seed)
     rate = 1 / measured.mean_seconds_between_failures
-    run = _Run(measured, cadence)
+    run = _Run(measured, steps, has_records)
     seconds, longest = 0.0, 0.0
     for _ in range(num_failures):
         until = chance.expovariate(rate)
@@ -49,19 +48,19 @@ def simulate(
 class _Run:
     """Where the run is: ``step`` is durable, and ``base`` the newest that is."""
 
-    def __init__(self, measured: MeasuredCosts, cadence: Cadence) -> None:
-        self.m, self.cadence = measured, cadence
+    def __init__(self, measured: MeasuredCosts, base_every: int, has_records: bool = True) -> None:
+        self.m, self.base_every, self.has_records = measured, base_every, has_records
         self.step = self.base = 0
-        *_, contention = pace(measured, cadence)
+        *_, contention = pace(measured, base_every, has_records)
         self.step_wall = measured.step_seconds + measured.record_stall_seconds + contention
 
     def fail_after(self, seconds: float) -> float:
         """Train for so long, fail, and return how long load and replay take."""
         now, start = 0.0, self.step
-        late = self.m.write_seconds(self.cadence.records)
+        late = self.m.write_seconds
         while True:
             # The next base is published when it is due, or as soon as one can be made where the last was lost.
-            length = max(self.base + self.cadence.steps, start + self.m.base_steps) - start
+            length = max(self.base + self.base_every, start + self.m.base_steps) - start
             left = seconds - now - late
             steps = (
                 length if self._wall_seconds(length, length) <= left else self._durable_steps(length, left)
@@ -74,14 +73,11 @@ class _Run:
             self.base = start
 
     def _durable_steps(self, length: int, sealed_before: float) -> int:
-        """Of the ``length`` steps to the next base, those in groups that were full so many seconds after the first
-        began. The base cuts the last group short."""
-        records = self.cadence.records
-        groups = range(ceil(length / records) + 1)
-        full = bisect_right(
-            groups, sealed_before, key=lambda group: self._wall_seconds(min(group * records, length), length)
-        )
-        return min(max(full - 1, 0) * records, length)
+        """Of the ``length`` steps to the next base, those whose records were sealed so many seconds after the first
+        began."""
+        steps = range(length + 1) if self.has_records else range(1)
+        sealed = bisect_right(steps, sealed_before, key=lambda step: self._wall_seconds(step, length))
+        return max(sealed - 1, 0)
 
     def _wall_seconds(self, steps: int, length: int) -> float:
         """Of the first ``steps`` of ``length``, at the last ``base_steps`` of which the base is copied."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from holdfast.schedule.interval.snapshot_interval import Limits, optimum
-from holdfast.schedule.interval.waste import Cadence, MeasuredCosts, closed_form, waste
+from holdfast.schedule.interval.waste import MeasuredCosts, closed_form, waste
 
 GIVEN = ["--step", "500ms", "--state", "1.5GB", "--record", "10MB", "--write", "1GB/s", "--mtbf", "6h"]
 
@@ -114,7 +114,7 @@ def test_the_curve_is_of_the_model_and_has_the_best_in_its_valley(cadence):
     measured = MeasuredCosts(**found["measured"])
     points = {point["steps"]: point for point in found["curve"]}
     for steps, point in points.items():
-        wasted = waste(measured, Cadence(steps)).total
+        wasted = waste(measured, steps).total
         assert point["wasted_seconds_per_hour"] == pytest.approx(wasted)
     best = found["steps_between_bases"]
     assert found["binding"] == ["storage"]

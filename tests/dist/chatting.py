@@ -56,7 +56,6 @@ def main(
     **options: Any,
 ) -> None:
     """All ranks are interrupted after the step ``interrupt``, and continue a text after the first if it ``talks``."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the trainer prints, and the server speaks there
     os.environ |= {"LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     kind = scripts.itself if plain else offloaded

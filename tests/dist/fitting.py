@@ -67,14 +67,12 @@ def main(
     **options: Any,
 ) -> None:
     """``act`` is a rank, and what it does after a step."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the trainer prints, and the server speaks there
     warnings.simplefilter("ignore")
     os.environ |= {
         "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": "1",
         "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(7 + rank)
     kinds = {"": OffloadedDDPStrategy, "one process": OffloadedStrategy}
     chosen: Any = kinds[strategy](f"{root}/run") if strategy in kinds else strategy

@@ -451,7 +451,6 @@ def main(
     **options: Any,
 ) -> None:
     """``kill`` names a rank and a step that it does not record."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # trainers print, and the server speaks there
     if world_size > 1:
         os.environ |= {"LOCAL_RANK": str(rank), "MASTER_PORT": "1"}
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)

@@ -41,9 +41,7 @@ def main(
     **options: Any,
 ) -> None:
     """``act`` is a rank, and what it does after a step. ``spoilt`` is what differs on rank 1."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the script prints, and the server speaks there
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     os.environ |= {"LOCAL_RANK": str(rank)}
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -52,7 +52,6 @@ def main(
     **options: Any,
 ) -> None:
     """``kill`` names a rank and a step."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the trainer prints, and the server speaks there
     worker.MP_STATUS_CHECK_INTERVAL = 0.05  # how soon a worker notices that its trainer was killed
     if world_size > 1:
         os.environ |= {"LOCAL_RANK": str(rank)}

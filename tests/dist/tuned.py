@@ -87,7 +87,6 @@ def main(
 ) -> None:
     """``act`` is a rank, and what it does at an event and a step. One that fails lives until the others have ended.
     ``root`` gets the output and the weights."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the trainer prints, and the server speaks there
     if world_size > 1:
         os.environ |= {"LOCAL_RANK": str(rank)}
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)

@@ -10,7 +10,6 @@ from holdfast.errors import DoesNotFit
 from holdfast.schedule.interval.snapshot_interval import MOST_STEPS, Limits, bounds, optimum, storage_cap
 from holdfast.schedule.interval.tuner import Estimates
 from holdfast.schedule.interval.waste import (
-    Cadence,
     MeasuredCosts,
     closed_form,
     recovery_seconds,
@@ -50,8 +49,8 @@ def test_no_other_cadence_is_better(seed):
     found = optimum(m, limits)
     low = max(bound.value for bound in bounds(m, limits) if bound.low)
     others = range(max(int(low), 1), 4 * found.steps + 100)
-    assert found.steps == min(others, key=lambda steps: waste(m, Cadence(steps)).total)
-    assert found.waste == waste(m, Cadence(found.steps))
+    assert found.steps == min(others, key=lambda steps: waste(m, steps).total)
+    assert found.waste == waste(m, found.steps)
 
 
 @pytest.mark.slow
@@ -69,7 +68,7 @@ def assert_within_2_percent(m, steps, limits):
     grid = [round(steps * 2 ** (p / 4)) for p in range(-12, 13)]
     grid = [point for point in grid if point >= low]
     assert len(grid) > 10
-    wasted = {n: simulate(m, Cadence(n), num_failures=2000).wasted_per_hour for n in [*grid, steps]}
+    wasted = {n: simulate(m, n, num_failures=2000).wasted_per_hour for n in [*grid, steps]}
     best = min(wasted, key=wasted.get)
     assert wasted[steps] <= 1.02 * wasted[best], (steps, best)
 
@@ -90,7 +89,7 @@ def test_after_a_fourfold_drop_of_bandwidth_it_is_the_best_again():
     current = optimum(estimates.measured, FREE)
     assert current.steps > 1.5 * start.steps
     assert_within_2_percent(after, current.steps, FREE)
-    wasted = [simulate(after, Cadence(found.steps)).wasted_per_hour for found in (start, current)]
+    wasted = [simulate(after, found.steps).wasted_per_hour for found in (start, current)]
     assert wasted[0] > 1.04 * wasted[1]  # so that it had to be found anew
 
 
@@ -109,11 +108,10 @@ FAILING = replace(RUN, mean_seconds_between_failures=3600.0)
 
 def keeps(limit, m, limits, steps):
     """Whether ``steps`` between bases keep to one of the limits, as its own definition has it."""
-    cadence = Cadence(steps)
     rate = (m.record_bytes + m.full_bytes / steps) / m.step_seconds
     return {
-        "recovery time": recovery_seconds(m, cadence) <= limits.recovery_seconds,
-        "storage": storage_bytes(m, cadence, limits.retain) <= storage_cap(m, limits),
+        "recovery time": recovery_seconds(m, steps) <= limits.recovery_seconds,
+        "storage": storage_bytes(m, steps, limits.retain) <= storage_cap(m, limits),
         "bandwidth share": rate <= limits.bandwidth_share * m.write_bytes_per_second,
         "making a base": steps >= m.base_steps,
     }[limit]
@@ -143,8 +141,8 @@ def test_where_no_limit_is_in_the_way_none_is_named():
 
 
 def test_limits_that_are_equally_tight_are_both_named():
-    storage = storage_bytes(FAILING, Cadence(60), 2)
-    recovery = recovery_seconds(FAILING, Cadence(60)) + 1e-6
+    storage = storage_bytes(FAILING, 60, 2)
+    recovery = recovery_seconds(FAILING, 60) + 1e-6
     found = optimum(FAILING, replace(FREE, storage_bytes=storage, recovery_seconds=recovery))
     assert found.steps == 60
     assert set(found.binding) == {"storage", "recovery time"}
@@ -189,20 +187,20 @@ def test_what_a_limit_allows_is_all_that_keeps_to_it(seed):
 def test_no_simulated_recovery_is_longer_than_allowed():
     limits, atomic = replace(FREE, recovery_seconds=10.0), replace(FAILING, base_steps=1)
     found = optimum(atomic, limits)
-    assert 9 < simulate(atomic, Cadence(found.steps), num_failures=2000).longest_recovery_seconds <= 10.0
+    assert 9 < simulate(atomic, found.steps, num_failures=2000).longest_recovery_seconds <= 10.0
 
 
 def test_nor_where_a_failure_puts_off_a_base():
     limits = replace(FREE, recovery_seconds=10.0)
     found = optimum(FAILING, limits)
-    assert 8.5 < simulate(FAILING, Cadence(found.steps), num_failures=2000).longest_recovery_seconds <= 10.0
+    assert 8.5 < simulate(FAILING, found.steps, num_failures=2000).longest_recovery_seconds <= 10.0
 
 
 def test_storage_has_a_cap_by_itself():
     heavy = replace(RUN, record_bytes=100_000_000, mean_seconds_between_failures=86400)
     found = optimum(heavy, Limits())
     assert found.binding[0] == "storage"
-    assert storage_bytes(heavy, Cadence(found.steps), 2) <= 20 * heavy.full_bytes
+    assert storage_bytes(heavy, found.steps, 2) <= 20 * heavy.full_bytes
 
 
 def test_without_any_reason_for_a_base_there_is_still_one():

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.schedule.interval.snapshot_interval import Limits, bounds, optimum
 from holdfast.schedule.interval.tuner import ENOUGH, FIRST_STEPS, WARM_STEPS, Tuner, prior
-from holdfast.schedule.interval.waste import Cadence, host_bytes, waste
+from holdfast.schedule.interval.waste import host_bytes, waste
 
 FULL, RECORD, BYTES_PER_STEP = 1_500_000_000, 5_000_000, 64 << 20
 LIMITS = Limits(storage_bytes=30 * FULL)
@@ -80,9 +80,9 @@ def test_it_comes_within_ten_percent_of_the_optimum_and_again_after_a_drop_of_ba
 def test_what_it_comes_to_wastes_little_more_than_any_other_number(rate):
     machine = Machine(tuner(), rate=rate, noise=0.0)
     machine.train(12)
-    found = waste(machine.true, Cadence(machine.tuner.steps, 1)).total
+    found = waste(machine.true, machine.tuner.steps).total
     grid = {round(1.05**k) for k in range(250)} - {0}
-    assert found <= 1.02 * min(waste(machine.true, Cadence(steps, 1)).total for steps in grid)
+    assert found <= 1.02 * min(waste(machine.true, steps).total for steps in grid)
 
 
 def test_noise_makes_no_number_flap():

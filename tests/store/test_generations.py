@@ -267,7 +267,7 @@ def test_a_file_written_through_is_that_of_a_write(make):
         view[:] = image[start : start + len(view)]
 
     other = unit.acquire()
-    assert unit.write_through(other, fill, beat=lambda: beats.append(1), **HOW) == whole
+    assert unit.write_through(other, fill, phase="update", priority=1, beat=lambda: beats.append(1)) == whole
     assert unit.is_synced(other, whole) and len(beats) == len(whole) == 3
     copy = image_of(LARGE, seed=1)
     unit.read(other, copy, whole, **HOW).result(30)
@@ -283,9 +283,9 @@ def test_a_write_through_that_fails_leaves_nothing_under_way(make):
             raise KeyError("gone")
 
     with pytest.raises(KeyError):
-        unit.write_through(unit.acquire(), fill, **HOW)
+        unit.write_through(unit.acquire(), fill, phase="update", priority=1)
     with pytest.raises(ValueError, match="was not acquired"):
-        unit.write_through(2, fill, **HOW)
+        unit.write_through(2, fill, phase="update", priority=1)
 
 
 def test_a_file_is_not_removed_under_a_thread_that_has_acquired_it(make, monkeypatch):

@@ -7,17 +7,14 @@ parameters by object, so groups may be built in any way; an unknown parameter is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
-from .encoding import encode
+from ..errors import ModelNotSupported, OptimizerNotSupported
 from .layout.regions import FlatRange
 from .plain_tensors import TO_NAME, repeats_itself, unsupported_kind
 from .tensor_entries import WRAPPED
@@ -293,19 +290,3 @@ def buffer_at(place: BufferPlace) -> torch.Tensor:
 def changes_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; 0 for a tensor of inference mode, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-SMALL = 16
-"""The most elements of a tensor in an attribute of a module that is kept."""
-
-
-def small_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes that are numbers or small tensors, as JSON."""
-    found, buffers = {}, set(map(id, module._buffers.values()))  # another name of a buffer remains one
-    for name, value in vars(module).items():
-        is_number = type(value) in (bool, int, float)
-        is_small = type(value) is torch.Tensor and value.numel() <= SMALL and id(value) not in buffers
-        if name != "training" and (is_number or is_small):
-            with suppress(BadInput):  # a tensor of a kind that is not stored
-                found[name] = encode(value)
-    return found

@@ -8,7 +8,7 @@ Called by readers of runs, through ``remote_disk``. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,7 +48,11 @@ class JoinedNodes(ReadOnly, Disk):
         self._disks: list[Disk] = [Disk(each) for each in directories]
         self._copies: list[Disk] = [copies_disk(each) for each in directories]
         records = [timeline_records(disk) for disk in self._disks]
-        _refuse_two_runs(directories, records)
+        keys = {
+            str(each): {number: record.key for number, record in found.items()}
+            for each, found in zip(directories, records, strict=True)
+        }
+        refuse_two_runs(keys, "Name the directories of one run's nodes.")
         holdings = [holdings_of(disk, each.values()) for disk, each in zip(self._disks, records, strict=True)]
         self._segments = segment_places(holdings, NOBODY)
         self._places: Places = payload_places(self._manifests(), holdings, NOBODY) | self._segments
@@ -151,13 +155,19 @@ def _timelines(disk: AnyDisk) -> Iterator[tuple[int, Timeline]]:
                 yield number, Timeline.decode(disk.read_bytes(path), path)
 
 
-def _refuse_two_runs(directories: Sequence[Path], records: Sequence[dict[int, Timeline]]) -> None:
-    known: dict[int, tuple[Path, str]] = {}
-    for directory, found in zip(directories, records, strict=True):
-        for number, record in found.items():
-            other, key = known.setdefault(number, (directory, record.key))
-            if key != record.key:
+def refuse_two_runs(keys: Mapping[str, Mapping[int, str]], way_out: str) -> None:
+    """Raise ``RunMismatch`` if two directories mean different timelines by one number.
+
+    Args:
+        keys: The keys of each directory's timelines, by number, under the name that the error has for the directory.
+        way_out: What the error advises.
+    """
+    known: dict[int, tuple[str, str]] = {}
+    for directory, found in keys.items():
+        for number, key in found.items():
+            other, other_key = known.setdefault(number, (directory, key))
+            if key != other_key:
                 raise RunMismatch(
                     f"{other} and {directory} hold two runs, or two parts of one that went on by themselves: they mean"
-                    f" different timelines by {number}. Name the directories of one run's nodes."
+                    f" different timelines by {number}. {way_out}"
                 )

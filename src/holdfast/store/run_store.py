@@ -290,7 +290,7 @@ class LocalStore(WrittenCommits):
         unit = self.unit(name, layout, copies=1, folder=folder)
         unit.create()
         generation = self.free_generation(unit)
-        return generation, unit.write_through(generation, fill, kind="state", phase=phase, priority=2)
+        return generation, unit.write_through(generation, fill, phase=phase, priority=2)
 
     def journal(self, stream: str, copying: Copying = uncopied) -> JournalWriter:
         """Return a log writer for the timeline that ``begin`` opened; the caller closes it.

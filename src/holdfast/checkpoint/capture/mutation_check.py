@@ -22,10 +22,10 @@ import xxhash
 
 from ...errors import BadInput
 from ...quantities import MiB
-from ...state.capture import changes_of, small_attributes, storable
-from ...state.encoding import decode
+from ...state.capture import changes_of, storable
 from ...state.layout.regions import is_distributed, local_held
 from ...state.live_state import LiveState
+from ...state.module_attributes import Attributes, changed_attributes, made_attributes, restore_attributes
 
 PATIENCE = 1000
 """The number of iterations without a step that is an error: more than gradients are accumulated over."""
@@ -255,8 +255,8 @@ class CarriedBuffers:
         self._marks: dict[str, tuple[int, int]] = {}
         self._kinds: dict[str, Kind] | None = None
         """Dtype and shape of the buffers that the model was made with; a resume can restore only these."""
-        self._attributes: dict[str, dict[str, Any]] = {}
-        """The attributes of each module when it was made, as JSON."""
+        self._attributes: Attributes = {}
+        """The attributes of each module when it was made."""
 
     def begin(self, state: LiveState) -> None:
         """Record the buffers and attributes that the model was made with."""
@@ -265,7 +265,7 @@ class CarriedBuffers:
             buffer = module._buffers.get(own)
             if buffer is not None and storable(buffer):
                 kinds[name] = (buffer.dtype, buffer.shape)
-            self._attributes.setdefault(_above(name), small_attributes(module))
+        self._attributes = made_attributes(state.passing) | self._attributes
         if self._kinds is None:
             self._kinds = kinds
 
@@ -361,21 +361,10 @@ class CarriedBuffers:
         """Return the module attributes that records hold for carried buffers, as JSON; empty without such buffers."""
         if not self.carried:
             return {}
-        modules: dict[str, dict[str, Any]] = {}
-        for name in sorted(self.carried & state.passing.keys()):
-            above, module = _above(name), state.passing[name][0]
-            made, now = self._attributes.get(above, {}), small_attributes(module)
-            modules[above] = {key: value for key, value in now.items() if made.get(key) != value}
+        here = sorted(self.carried & state.passing.keys())
+        modules = changed_attributes(state.passing, here, self._attributes)
         return {"modules": modules, "rebound": sorted(self._rebound & self.carried)}
 
     def restore(self, state: LiveState, progress: Mapping[str, Any]) -> None:
         """Restore the module attributes that ``recorded_attributes`` returned."""
-        module_of = {_above(name): module for name, (module, _) in state.passing.items()}
-        for above, attributes in progress.get("modules", {}).items():
-            module = module_of.get(above)
-            for name, value in attributes.items() if module is not None else ():
-                setattr(module, name, decode(value))
-
-
-def _above(name: str) -> str:
-    return name.rpartition(".")[0]
+        restore_attributes(state.passing, progress.get("modules", {}))

@@ -263,11 +263,7 @@ class Recorder:
             if not self.pending:
                 slot = self._pool.take()
                 if slot is None:
-                    raise BadInput(
-                        f"{self._pool.count} optimizer steps were done since step() was called last, and there is"
-                        " no room for more in one iteration. Call step() after every optimizer step, or give more"
-                        f" memory=, which allows up to {BOUND}."
-                    )
+                    raise too_many_steps(self._pool.count)
             elif not wait or self._is_over():
                 return None
             else:
@@ -349,10 +345,7 @@ class Recorder:
     def _check(self) -> None:
         self._raise_failure()
         if self._hung():
-            raise WriterHung(
-                f"nothing has been written for {self._deadline:.0f} s. Step {self.durable_step} is durable, later ones"
-                " are not. Check the device that the run is on, and resume in a new process."
-            )
+            raise writer_hung("nothing has been written", self._deadline, self.durable_step)
 
     def _is_over(self) -> bool:
         end = self.waits_until()
@@ -469,3 +462,19 @@ def _end_with_process(recorder: weakref.ref[Recorder]) -> None:
     there = recorder()
     if there is not None:
         there.end_with_process()
+
+
+def too_many_steps(num_buffers: int) -> BadInput:
+    """Return the error for more optimizer steps in one iteration than there are staging buffers."""
+    return BadInput(
+        f"{num_buffers} optimizer steps were done since step() was called last, and there is no room for more in one"
+        f" iteration. Call step() after every optimizer step, or give more memory=, which allows up to {BOUND}."
+    )
+
+
+def writer_hung(what: str, seconds: float, durable_step: int) -> WriterHung:
+    """Return the error of a writer without progress: ``what`` has held for ``seconds``."""
+    return WriterHung(
+        f"{what} for {seconds:.0f} s. Step {durable_step} is durable, later ones are not. Check the device that the run"
+        " is on, and resume in a new process."
+    )

@@ -28,7 +28,7 @@ from ...errors import BadInput, Damaged, DiskFailed, RunLocked, RunMismatch
 from ...quantities import shown
 from ...store.copying import blocks_of
 from ...store.format.manifest import CommitRef, Manifest, Point, RankShare, Timeline, object_path
-from ...store.joined_nodes import STREAMS
+from ...store.joined_nodes import STREAMS, refuse_two_runs
 from ...store.log.chain import chain_of, last_step, read_journal
 from ...store.node_store import NodeStore, is_mine_of
 from ...store.object_store import ObjectDisk, Url
@@ -190,21 +190,13 @@ class NodeRun:
         """Raise ``RunMismatch`` if two nodes mean different timelines by one number."""
         gathered = self._ranks.all_do(
             lambda: (
-                {id: record.key for id, record in self.store.timelines()[0].items()}
+                {number: record.key for number, record in self.store.timelines()[0].items()}
                 if self._peers.leads
                 else {}
             )
         )
-        known: dict[int, tuple[int, str]] = {}
-        for rank, keys in enumerate(gathered):
-            for id, key in keys.items():
-                other, there = known.setdefault(id, (rank, key))
-                if there != key:
-                    raise RunMismatch(
-                        f"the directories of ranks {other} and {rank} hold two runs, or two parts of one that went on"
-                        f" by themselves: they mean different timelines by {id}. Nothing was changed: give each node"
-                        " the directory that it had."
-                    )
+        keys = {f"the directory of rank {rank}": each for rank, each in enumerate(gathered)}
+        refuse_two_runs(keys, "Nothing was changed: give each node the directory that it had.")
 
     def view(self, target: int | None) -> LocalStore:
         """Return the run as it can be read with all nodes. Collective: every rank must call this.

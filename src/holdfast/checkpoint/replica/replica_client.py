@@ -30,7 +30,7 @@ from ..capture import state_digests
 from ..capture.staging_buffers import StagingBuffer
 from ..compression.codecs import Exact
 from ..coordinator import RankCoordinator
-from ..log.recorder import FinalizedStep
+from ..log.recorder import FinalizedStep, too_many_steps
 from ..recovery.model_description import describe, refuse_what_cannot_be_rebuilt
 from ..recovery.run_recovery import RecoveryResult, recover
 from ..user_state import ScriptState
@@ -309,10 +309,7 @@ class Replica:
 
         self._wait_for(tried)
         if not taken:
-            raise BadInput(
-                f"{pool.count} optimizer steps were done since step() was called last, and there is no"
-                " room for more in one iteration. Call step() after every optimizer step, or give more memory=."
-            )
+            raise too_many_steps(pool.count)
         return taken[0]
 
     def put(self, sealed: FinalizedStep) -> None:

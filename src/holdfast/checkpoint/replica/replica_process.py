@@ -23,6 +23,7 @@ import holdfast.errors
 
 from ...errors import EngineFailed, ReplicaDied, WriterHung
 from .. import running_clock
+from ..log.recorder import writer_hung
 from .channel import Channel, ChannelClosed
 
 LAST_WORD = "closed"
@@ -179,10 +180,7 @@ class ReplicaProcess:
             self._hear(about)
 
     def _hung(self, seconds: float) -> WriterHung:
-        return WriterHung(
-            f"the replica has said nothing for {seconds:.0f} s. Step {self.durable_step} is durable, later ones are"
-            " not. Check the device that the run is on, and resume in a new process."
-        )
+        return writer_hung("the replica has said nothing", seconds, self.durable_step)
 
     def _died(self) -> ReplicaDied:
         assert self._process is not None

@@ -280,9 +280,7 @@ def _copied(
         def fill(view: memoryview, start: int) -> None:
             view[:] = buffer.view[start : start + len(view)]
 
-        return generation, unit.write_through(
-            generation, fill, kind="state", phase="base", priority=2, beat=beat
-        )
+        return generation, unit.write_through(generation, fill, phase="base", priority=2, beat=beat)
     finally:
         buffer.free()
 

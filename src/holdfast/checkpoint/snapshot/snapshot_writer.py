@@ -527,7 +527,7 @@ class SnapshotWriter:
         began = time.perf_counter()
         staged.generation = self._free_generation(staged.unit)
         checksums = files.write_through(
-            staged.generation, SnapshotImage(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
+            staged.generation, SnapshotImage(staged.unit.layout, tensors).fill, phase="base", priority=2,
             beat=self._recorder.heartbeat,
         )  # fmt: skip
         staged.written = Future()

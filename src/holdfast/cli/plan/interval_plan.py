@@ -17,7 +17,6 @@ from ...schedule.interval.step_cadence import CadenceChoice, StepRates, choose
 from ...schedule.interval.tuner import BASE_BYTES_PER_STEP, COPY_BYTES_PER_SECOND
 from ...schedule.interval.waste import (
     HOUR,
-    Cadence,
     MeasuredCosts,
     closed_form,
     host_bytes,
@@ -140,7 +139,7 @@ def _curve(best: Optimum) -> list[dict[str, Any]]:
         if tried > MOST_STEPS or any(point["steps"] == tried for point in points):
             continue
         forbids = [b.limit for b in found if (tried < b.value if b.low else tried > b.value)]
-        total = waste(best.measured, Cadence(tried)).total
+        total = waste(best.measured, tried).total
         points.append({"steps": tried, "wasted_seconds_per_hour": total, "forbidden_by": forbids})
     return points
 
@@ -148,18 +147,18 @@ def _curve(best: Optimum) -> list[dict[str, Any]]:
 def _chosen(best: Optimum) -> CadenceChoice:
     """Return what ``every="auto"`` would choose with these numbers, where a copy takes what copies take in memory."""
     m = best.measured
-    _, record_stall, contention = pace(m, Cadence(best.steps))
+    _, record_stall, contention = pace(m, best.steps)
     copy = m.full_bytes * (1 / COPY_BYTES_PER_SECOND + m.write_slowdown / m.write_bytes_per_second)
     return choose(m, best.limits, StepRates(m.step_seconds, m.step_seconds + record_stall + contention, copy))
 
 
 def _uses(best: Optimum) -> dict[str, tuple[float, float]]:
-    """Return the largest use of each limit under the cadence, and the limit."""
-    m, limits, cadence = best.measured, best.limits, Cadence(best.steps)
-    rate = (m.record_bytes + m.full_bytes / cadence.steps) / m.step_seconds
+    """Return the largest use of each limit under the best interval, and the limit."""
+    m, limits, steps = best.measured, best.limits, best.steps
+    rate = (m.record_bytes + m.full_bytes / steps) / m.step_seconds
     return {
-        "recovery_seconds": (recovery_seconds(m, cadence), limits.recovery_seconds),
-        "storage_bytes": (storage_bytes(m, cadence, limits.retain), storage_cap(m, limits)),
+        "recovery_seconds": (recovery_seconds(m, steps), limits.recovery_seconds),
+        "storage_bytes": (storage_bytes(m, steps, limits.retain), storage_cap(m, limits)),
         "host_bytes": (host_bytes(m), limits.host_bytes),
         "bandwidth_share": (rate / m.write_bytes_per_second, limits.bandwidth_share),
     }

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ...quantities import MiB
-from ...state.capture import BufferPlace, changes_of, small_attributes, storable
+from ...state.capture import BufferPlace, changes_of, storable
 from ...state.encoding import decode, encode
+from ...state.module_attributes import changed_attributes, made_attributes, restore_attributes
 
 MOST_BYTES = MiB // 4
 """The most bytes of a buffer that is stored: it is part of each manifest."""
@@ -28,15 +29,13 @@ class BuffersInManifest:
 
     def __init__(self, places: Mapping[str, BufferPlace]) -> None:
         self._places = dict(places)
-        self._modules = {name.rpartition(".")[0]: module for name, (module, _) in self._places.items()}
         self._made = self._now()
-        self._attributes = {path: small_attributes(module) for path, module in self._modules.items()}
+        self._attributes = made_attributes(self._places)
         self._warned: set[str] = set()
 
     def changed(self) -> dict[str, Any]:
         """Return what has changed since creation, as JSON; empty if nothing has."""
         buffers: dict[str, Any] = {}
-        attributes: dict[str, Any] = {}
         now, same = self._now(), self._as_made()
         for name, (buffer, _) in now.items():
             if name in same:
@@ -47,10 +46,10 @@ class BuffersInManifest:
                     self._warn(name)
                 continue
             buffers[name] = [encode(buffer.detach().cpu()), buffer is not made]
-            path = name.rpartition(".")[0]
-            before, numbers = self._attributes[path], small_attributes(self._modules[path])
-            attributes[path] = {key: value for key, value in numbers.items() if before.get(key) != value}
-        return {"transient": {"buffers": buffers, "attributes": attributes}} if buffers else {}
+        if not buffers:
+            return {}
+        attributes = changed_attributes(self._places, buffers, self._attributes)
+        return {"transient": {"buffers": buffers, "attributes": attributes}}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Set the buffers and attributes that ``progress`` has from ``changed``. Those of other models are skipped."""
@@ -58,9 +57,7 @@ class BuffersInManifest:
         for name, (value, is_another) in found["buffers"].items():
             if name in self._places:
                 self._set(*self._places[name], decode(value), is_another)
-        for path, attributes in found["attributes"].items():
-            for name, value in attributes.items() if path in self._modules else ():
-                setattr(self._modules[path], name, decode(value))
+        restore_attributes(self._places, found["attributes"])
 
     @contextmanager
     def moving(self) -> Iterator[None]:

@@ -306,9 +306,7 @@ def _write_experts(run: Runtime, file: ExpertFile, values: dict[str, torch.Tenso
         run.residency.pool.drop(image)
         return
     generation = files.acquire()
-    checksums = files.write_through(
-        generation, partial(file.fill, values), kind="state", phase="setup", priority=0
-    )
+    checksums = files.write_through(generation, partial(file.fill, values), phase="setup", priority=0)
     run.newest[file.name] = StoredBlock(generation, checksums)
 
 
@@ -323,7 +321,7 @@ def _find_experts(run: Runtime, recut: ReshardedCommit, file: ExpertFile) -> Non
         run.residency.pool.drop(image)
         return
     generation = files.generation_of(ref.path)
-    files.verify_through(generation, ref.checksums, kind="state", phase="setup", priority=0)
+    files.verify_through(generation, ref.checksums)
     files.keep_reference()
     run.newest[file.name] = StoredBlock(generation, ref.checksums)
 
@@ -332,7 +330,7 @@ def _write(run: Runtime, name: str, image: Buffer) -> None:
     """Write ``image`` as the first generation of the file ``name``, or find the same bytes where it refers to."""
     files = run.stored[name]
     if files.reference is not None:
-        found = files.adopt(image.view, kind="state", phase="setup", priority=0)
+        found = files.adopt(image.view)
         run.newest[name] = StoredBlock(0, found)
         return
     generation = files.acquire()

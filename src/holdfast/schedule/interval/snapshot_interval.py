@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ...errors import DoesNotFit
 from ...quantities import GiB, counted
 from .waste import (
-    Cadence,
     MeasuredCosts,
     Waste,
     closed_form,
@@ -32,7 +31,7 @@ STORAGE_FULLS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits that a cadence must keep."""
+    """Limits that the steps between snapshots must keep."""
 
     recovery_seconds: float = 300.0
     """Longest load and replay after a single failure."""
@@ -115,7 +114,7 @@ def optimum(measured: MeasuredCosts, limits: Limits | None = None) -> Optimum:
         for bound in found
         if (free < best < bound.value + 1 if bound.low else free > best > bound.value - 1)
     )
-    return Optimum(best, waste(measured, Cadence(best)), binding, measured, limits)
+    return Optimum(best, waste(measured, best), binding, measured, limits)
 
 
 # -- helpers ----------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def _best_of(measured: MeasuredCosts, low: int, high: int) -> int:
     """Return the number of steps of least waste from ``low`` to ``high``."""
 
     def cost(steps: int) -> float:
-        return waste(measured, Cadence(steps)).total
+        return waste(measured, steps).total
 
     def clamp(steps: float) -> int:
         return int(min(max(steps, low), high))
@@ -158,7 +157,7 @@ def _why_none(
             f"records alone take {alone:.1%} of the write bandwidth, and {limits.bandwidth_share:.1%} of it may "
             "be used. Record less in a step, allow a larger share, or write to something faster."
         )
-    least = Cadence(int(low))
+    least = int(low)
     enough = {
         "making a base": f"a base takes {counted(m.base_steps, 'step')}",
         "bandwidth share": f"within {limits.bandwidth_share:.1%} of the write bandwidth bases are at least {low} steps "

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ...quantities import counted, format_seconds
 from .snapshot_interval import MOST_STEPS, Limits
 from .tuner import COPY_BYTES_PER_SECOND, MEAN_SECONDS_BETWEEN_FAILURES, best_within, rarest
-from .waste import HOUR, Cadence, MeasuredCosts, waste
+from .waste import HOUR, MeasuredCosts, waste
 
 WORTH, WORTH_AGAIN = 0.05, 0.03
 """The share of the time that a record of every step may cost more than snapshots alone.
@@ -167,7 +167,7 @@ def choose(
         return CadenceChoice(held.every, recorded, alone, lost, rates, held.copies, copied)
     if now > 1 and not now_copies and max(now, every) <= ENOUGH * min(now, every):
         every = now
-        alone = waste(_alone(measured, rates), Cadence(now, now)).total / HOUR
+        alone = waste(_alone(measured, rates), now, has_records=False).total / HOUR
     lost = every / 2 + measured.full_bytes / measured.write_bytes_per_second / rates.plain_seconds
     return CadenceChoice(every, recorded, alone, lost, rates, 0, copied)
 
@@ -180,8 +180,8 @@ def _with_records(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> 
     )  # fmt: skip
     best, _ = best_within(costs, limits)
     steps = rarest(costs, limits) if best is None else best.steps
-    lost = 0.5 + costs.write_seconds(1) / rates.recorded_seconds
-    return waste(costs, Cadence(steps)).total / HOUR, lost
+    lost = 0.5 + costs.write_seconds / rates.recorded_seconds
+    return waste(costs, steps).total / HOUR, lost
 
 
 def _with_snapshots_alone(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> tuple[int, float]:
@@ -193,7 +193,7 @@ def _with_snapshots_alone(measured: MeasuredCosts, limits: Limits, rates: StepRa
     young = sqrt(2 * rates.copy_seconds * measured.mean_seconds_between_failures) / rates.plain_seconds
 
     def total(steps: int) -> float:
-        return waste(costs, Cadence(steps, steps)).total / HOUR
+        return waste(costs, steps, has_records=False).total / HOUR
 
     near = {max(least, min(most, round(young * 1.1**power))) for power in range(-12, 13)}
     best = min(sorted(near), key=total)
@@ -201,7 +201,7 @@ def _with_snapshots_alone(measured: MeasuredCosts, limits: Limits, rates: StepRa
 
 
 def _alone(measured: MeasuredCosts, rates: StepRates) -> MeasuredCosts:
-    """Return the costs of snapshots alone: as of one group of records that is durable when its snapshot is."""
+    """Return the costs of snapshots alone, whose writes take as long as their bytes."""
     return replace(
         measured, step_seconds=rates.plain_seconds, record_bytes=0, record_stall_seconds=0.0, write_slowdown=0.0,
         replay_seconds=0.0, base_stall_seconds=rates.copy_seconds, base_steps=1,
@@ -237,7 +237,7 @@ def _with_copies(
     young = sqrt(2 * held * measured.mean_seconds_between_failures) / plain
 
     def total(steps: int) -> float:
-        return waste(costs, Cadence(steps, steps)).total / HOUR
+        return waste(costs, steps, has_records=False).total / HOUR
 
     near = {max(1, min(every, round(young * 1.1**power))) for power in range(-12, 13)}
     best = min(min(sorted(near), key=total), max(CLEAR_STEPS, ceil(held / plain / INSURANCE)))

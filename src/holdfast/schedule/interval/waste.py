@@ -13,18 +13,10 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 from math import ceil, expm1, inf, sqrt
-from typing import NamedTuple
 
 HOUR = 3600.0
 _MAY_BE_INFINITE = ("write_bytes_per_second", "read_bytes_per_second")
 _NOT_ZERO = ("step_seconds", "base_steps", "mean_seconds_between_failures")
-
-
-class Cadence(NamedTuple):
-    """Steps from one snapshot to the next, and those that become durable together: one where each has a record."""
-
-    steps: int
-    records: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +81,10 @@ class MeasuredCosts:
         """The bytes of host memory that one log record takes."""
         return max(self.record_bytes, self.captured_bytes)
 
-    def write_seconds(self, records: int) -> float:
-        """Return the seconds until a write of ``records`` log records is durable."""
-        return self.sync_seconds + records * self.record_bytes / self.write_bytes_per_second
+    @property
+    def write_seconds(self) -> float:
+        """Seconds until a log record is durable."""
+        return self.sync_seconds + self.record_bytes / self.write_bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -115,17 +108,19 @@ class Waste:
         return sum(astuple(self))
 
 
-def waste(measured: MeasuredCosts, cadence: Cadence) -> Waste:
-    """Return the cost of ``cadence``. A snapshot ends the current group of log records early.
+def waste(measured: MeasuredCosts, steps: int, has_records: bool = True) -> Waste:
+    """Return the cost of a snapshot every ``steps`` steps.
 
-    Exact to the first order in (recovery / time between failures), and with repeated failures in recovery.
+    Exact to the first order in (recovery / time between failures), and with repeated failures in recovery. Without
+    records a failure loses the steps since the last snapshot, and nothing is replayed; ``record_bytes`` is 0 then.
     """
-    m, (steps, records) = measured, cadence
-    base_stall, record_stall, contention = pace(m, cadence)
+    m = measured
+    base_stall, record_stall, contention = pace(m, steps, has_records)
     step_wall = m.step_seconds + base_stall + record_stall + contention
     mean = m.mean_seconds_between_failures
-    lost_steps, replay = _at_a_failure(m, cadence)
-    lost = min(lost_steps * step_wall + m.write_seconds(min(records, steps)), mean)
+    lost_steps = 0.5 if has_records else steps / 2  # the mean over the interval between two snapshots
+    replay = (steps / 2 - lost_steps) * m.replay_record_seconds
+    lost = min(lost_steps * step_wall + m.write_seconds, mean)
     down = m.restart_seconds + m.load_seconds + replay
     again = expm1(min(down / mean, 500.0)) / (down / mean) if down else 1.0
     per_failure = HOUR / (mean + down * again)
@@ -141,10 +136,10 @@ def waste(measured: MeasuredCosts, cadence: Cadence) -> Waste:
     )
 
 
-def pace(measured: MeasuredCosts, cadence: Cadence) -> tuple[float, float, float]:
+def pace(measured: MeasuredCosts, steps: int, has_records: bool = True) -> tuple[float, float, float]:
     """Return the seconds per step of stalls for snapshots, of stalls for log records, and of contention."""
-    m, (steps, records) = measured, cadence
-    writes = ceil(steps / records) / steps
+    m = measured
+    writes = 1.0 if has_records else 1 / steps
     base_stall = m.base_stall_seconds / steps
     nbytes = m.record_bytes + m.full_bytes / steps
     writing = nbytes / m.write_bytes_per_second + m.sync_seconds * writes
@@ -174,16 +169,16 @@ def closed_form(measured: MeasuredCosts) -> float:
     )
 
 
-def recovery_seconds(measured: MeasuredCosts, cadence: Cadence) -> float:
+def recovery_seconds(measured: MeasuredCosts, steps: int) -> float:
     """Return the longest load and replay. A failure while a snapshot is made puts that snapshot off."""
     m = measured
-    return m.load_seconds + (cadence.steps + m.base_steps - 1) * m.replay_record_seconds
+    return m.load_seconds + (steps + m.base_steps - 1) * m.replay_record_seconds
 
 
-def storage_bytes(measured: MeasuredCosts, cadence: Cadence, retain: int = 2) -> int:
+def storage_bytes(measured: MeasuredCosts, steps: int, retain: int = 2) -> int:
     """Return the most bytes of snapshots, one of them being made, and of log records since the oldest."""
     spread = measured.base_steps - 1
-    num_records = retain * (cadence.steps + spread) + spread
+    num_records = retain * (steps + spread) + spread
     return (retain + 1) * measured.full_bytes + measured.frozen_bytes + num_records * measured.record_bytes
 
 
@@ -195,14 +190,3 @@ def host_bytes(measured: MeasuredCosts) -> int:
     """
     records = 2 * measured.staged_bytes
     return records + max(ceil(records / 3), ceil(measured.full_bytes / measured.base_steps))
-
-
-def _at_a_failure(measured: MeasuredCosts, cadence: Cadence) -> tuple[float, float]:
-    """Return the steps in no full group, and the seconds to replay the others, when a failure comes.
-
-    Both are means over the interval between two snapshots. The last group of it may hold fewer than the others.
-    """
-    m, (steps, records) = measured, cadence
-    groups, rest = divmod(steps, records)
-    lost_steps = (groups * records**2 + rest**2) / (2 * steps)
-    return lost_steps, (steps / 2 - lost_steps) * m.replay_record_seconds

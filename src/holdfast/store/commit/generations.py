@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import xxhash
 
@@ -266,7 +265,7 @@ class Generations:
         self._synced[generation] = checksums
         return checksums
 
-    def adopt(self, image: memoryview, *, kind: str, phase: str, priority: int) -> tuple[str, ...]:
+    def adopt(self, image: memoryview) -> tuple[str, ...]:
         """Return the checksums of ``image``, the whole file, after a check that the folder has these bytes.
 
         For a reference, which is durable on return. Header and filler in ``image`` are set here. Raises
@@ -274,7 +273,7 @@ class Generations:
         """
         self._complete(image)
         checksums = tuple(xxhash.xxh3_64_hexdigest(image[start:stop]) for start, stop in self._spans)
-        self.read(0, image, checksums, kind=kind, phase=phase, priority=priority).result()
+        self.read(0, image, checksums, kind="state", phase="setup", priority=0).result()
         self.keep_reference()
         self._synced[0] = checksums
         return checksums
@@ -284,7 +283,6 @@ class Generations:
         generation: int,
         fill: Callable[[memoryview, int], None],
         *,
-        kind: str,
         phase: str,
         priority: int,
         beat: Callable[[], None] = lambda: None,
@@ -305,7 +303,7 @@ class Generations:
             beat()
             return Request(file, view, start, True, partial(self._digest, generation, checksums, block, view))
 
-        self._by_blocks(request, "base", kind=kind, phase=phase, priority=priority)
+        self._by_blocks(request, "base", phase, priority)
         return self._sync(generation, file, checksums)
 
     def read(
@@ -340,9 +338,7 @@ class Generations:
         ]
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 
-    def verify_through(
-        self, generation: int, checksums: tuple[str, ...], *, kind: str, phase: str, priority: int
-    ) -> None:
+    def verify_through(self, generation: int, checksums: tuple[str, ...]) -> None:
         """Verify a file whose image is nowhere in memory as a whole. Its parts can be read by themselves from then on.
 
         Raises as ``read`` does.
@@ -353,10 +349,10 @@ class Generations:
             check = partial(self._verify_block, generation, block, view, checksums[block])
             return Request(file, view, start, False, after=check)
 
-        self._by_blocks(request, "state", kind=kind, phase=phase, priority=priority)
+        self._by_blocks(request, "state", "setup", 0)
 
     def _by_blocks(
-        self, request: Callable[[int, memoryview, int], Request], buffer_kind: str, **how: Any
+        self, request: Callable[[int, memoryview, int], Request], buffer_kind: str, phase: str, priority: int
     ) -> None:
         """Submit what ``request`` makes of each block, a buffer for it and its start, with ``PIECES`` in memory."""
         size = min(CHECKSUM_BLOCK, self.layout.file_bytes)
@@ -367,7 +363,8 @@ class Generations:
                 if block >= PIECES:
                     futures[block - PIECES].result()
                 view = buffers[block % PIECES].view[: stop - start]
-                futures.append(self._queue.submit([request(block, view, start)], **how))
+                requests = [request(block, view, start)]
+                futures.append(self._queue.submit(requests, kind="state", phase=phase, priority=priority))
             for future in futures:
                 future.result()
         finally:

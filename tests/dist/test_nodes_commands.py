@@ -58,6 +58,18 @@ def test_directories_of_two_runs_are_refused(world, runs, tmp_path):
         verify(f"{joined(runs, 0)},{joined(tmp_path, 1)}", as_json=True)
 
 
+def test_a_node_with_a_directory_of_another_run_is_refused(world, runs, tmp_path):
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    ended(world.run(3, root=tmp_path / "other/run", steps=2, **ORDER))
+    shutil.rmtree(tmp_path / "run-1")
+    shutil.move(tmp_path / "other/run-1", tmp_path / "run-1")
+    for said in world.run(3, root=tmp_path / "run", steps=9, **ORDER):
+        assert (
+            "RunMismatch" in said["error"]
+            and "of rank 0 and the directory of rank 1 hold two runs" in said["error"]
+        )
+
+
 def test_pruned_nodes_keep_what_the_newest_base_needs(world, runs, tmp_path, capsys):
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     name = joined(tmp_path, 0, 1, 2)

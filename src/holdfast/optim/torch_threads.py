@@ -75,10 +75,10 @@ def limit_torch_threads(count: int) -> None:
 def brief_spins() -> Lane:
     """Have OpenMP's threads spin only briefly at the end of a parallel loop, until the returned lane is closed.
 
-    torch's threads wait by spinning, for about 300,000 rounds. Beside other threads or processes each loop then takes
-    as long as the slowest thread, and keeps a core from it. libgomp spins for 1,000 rounds if it keeps more threads
-    than there are cores, so the lane's one thread has computed with two and waits. Does nothing if torch computes with
-    one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT say how long to spin.
+    At the end of a loop torch's threads wait for the slowest by spinning, for about 300,000 rounds, and hold cores that
+    other threads or processes need. With more threads than cores libgomp spins for 1,000 rounds. So the lane has one
+    thread, which computes once with two, so that libgomp keeps a helper for it, and then waits. Does nothing if torch
+    computes with one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT say how long to spin.
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     return Lane(0 if chosen or torch.get_num_threads() == 1 else 1, "holdfast-spare", _compute_with_two)

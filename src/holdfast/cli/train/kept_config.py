@@ -200,10 +200,10 @@ def _refuse_other_samples(run: Path, config: Config, changed: dict[str, tuple[An
     before, now = changed.get("data.validation", ("", ""))
     if config.data.validation_fraction and bool(before) != bool(now):
         raise RunMismatch(
-            f"{run} was trained with {describe({'data.validation': (before, now)}).replace(' -> ', ', not ')}: only"
-            f" without another held-out text data.validation_fraction = {config.data.validation_fraction} of data.text"
-            f" is held out, so other samples would be trained on. Say --set {quote(f'data.validation={before}')} to go"
-            " on as before; another run needs another directory, --set run.dir=..."
+            f"{run} was trained with data.validation = {before!r}, not {now!r}. A share of data.text is held out only"
+            f" without that text (data.validation_fraction = {config.data.validation_fraction}), so other samples"
+            f" would be trained on. Say --set {quote(f'data.validation={before}')} to go on as before; another run"
+            " needs another directory, --set run.dir=..."
         )
 
 

@@ -102,10 +102,10 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
     done, packing_before = ranks.first_does(lambda: (newest_step(state), kept_packing(config)))
-    lacks_loss = ranks.first_does(lambda: is_last_loss_missing(config, done))
+    is_loss_missing = ranks.first_does(lambda: is_last_loss_missing(config, done))
     if (
         done >= config.train.steps
-        and not lacks_loss
+        and not is_loss_missing
         and first_alone(ranks, lambda: newest_step_verifies(console, state))
     ):
         console.print(

@@ -84,7 +84,8 @@ class Checkpointer:
 
     Args:
         run: Directory of the run.
-        model: The module that is trained.
+        model: The module that is trained. Several, in one order, where a rank has several stages of a pipeline; their
+            tensors have the names of the whole model.
         optimizer: One optimizer or several.
         scheduler, loader, scaler: Objects of the script with ``state_dict`` and ``load_state_dict``.
         also: More such objects, by name.
@@ -132,7 +133,7 @@ class Checkpointer:
         self,
         run: str | Path,
         *,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scheduler: Any = None,
         loader: Any = None,

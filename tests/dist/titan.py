@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._utils
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
 from holdfast import failpoints
@@ -64,15 +64,16 @@ def step_given_micro_batches(
     return_outputs: bool,
 ) -> None:
     """What torchtitan 0.3 calls, which torch 2.13 does not have yet."""
-    schedule._stage.has_backward = schedule._has_backward
-    schedule._stage.clear_runtime_states()
+    for stage in schedule._stages if isinstance(schedule, PipelineScheduleMulti) else [schedule._stage]:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
     schedule._step_microbatches(
         arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
     )
 
 
 if "arg_mbs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
-    PipelineScheduleSingle.step = step_given_micro_batches
+    PipelineScheduleSingle.step = PipelineScheduleMulti.step = step_given_micro_batches
 
 
 def main(

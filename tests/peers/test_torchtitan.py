@@ -210,9 +210,9 @@ def test_a_node_lost_with_its_disk_is_replaced(titan, never_ended, tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("config", ["experts", "stages"])
+@pytest.mark.parametrize("config", ["experts", "stages", "interleaved"])
 def test_parts_of_a_model_continue_after_a_kill(titan, tmp_path, config):
-    """A pipeline, and a mixture of experts."""
+    """A mixture of experts, and pipelines with one and with two parts on a rank."""
     whole = titan(tmp_path / "whole", config=config)
     said = titan(tmp_path / "cut", config=config, kill=(1, "after_step_sealed:4"))
     assert said[1]["code"] == -9, said

@@ -66,6 +66,14 @@ def stages() -> Trainer.Config:
     return config
 
 
+def interleaved() -> Trainer.Config:
+    """A pipeline of two ranks, each with two parts of the model that are not neighbours."""
+    config = steps(num_layers=4)
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+    return config
+
+
 def experts() -> Trainer.Config:
     """A mixture of experts, balanced by a bias that a hook of the optimizer moves."""
     config = steps()

@@ -24,6 +24,7 @@ from ..measure.free_memory import free_host_bytes
 from ..optim.kinds import is_elementwise
 from ..quantities import GiB, format_bytes, parse_bytes
 from ..schedule.interval.snapshot_interval import Limits
+from ..state.capture import ModelParts
 from ..state.live_state import LiveState
 from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .capture.closures import refuse_closures
@@ -210,6 +211,16 @@ def refuse_no_room_for_best(options: Options, state: LiveState) -> None:
             f"storage = {format_bytes(cap)} is too little for Keep(last={keep.last}, best={keep.best}): bases of"
             f" {format_bytes(each)} take {format_bytes(least)}, without records. Give more, or keep fewer."
         )
+
+
+def one_model(given: Any) -> nn.Module:
+    """Return the given model, or the given stages of a pipeline as one. Raises ``BadInput`` for anything else."""
+    several = isinstance(given, Iterable) and not isinstance(given, (nn.Module, str))
+    parts: tuple[Any, ...] = tuple(given) if several else (given,)
+    if not parts or not all(isinstance(part, nn.Module) for part in parts):
+        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts)) or "nothing"
+        raise BadInput(f"model is not a torch.nn.Module, nor several stages of one ({kinds}).")
+    return parts[0] if len(parts) == 1 else ModelParts(parts)
 
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:

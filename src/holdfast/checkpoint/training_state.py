@@ -33,6 +33,7 @@ from .compression.comm_hook import HookState, hooked, warn_of_hook_state
 from .compression.lossy import Sparse, TopK
 from .options import (
     Exactness,
+    one_model,
     optimizers_of,
     refuse_renormalised,
     refuse_sparse_gradients,
@@ -72,7 +73,7 @@ class TrainingState:
     def __init__(
         self,
         ranks: Ranks,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         scheduler: Any,
@@ -86,6 +87,7 @@ class TrainingState:
         """Check what was given. Raises ``BadInput`` for an object that is no optimizer, or has no state to store."""
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
+        model = one_model(model)
         refuse_renormalised(model)
         refuse_sparse_gradients(model, self.optimizers)
         refuse_away(model)

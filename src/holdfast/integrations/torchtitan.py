@@ -61,11 +61,6 @@ class StepCheckpointManager(titan.CheckpointManager):
         if not self.enable:
             return
         self._parts, self._options = parts["model_parts"], config.options
-        if len(self._parts) > 1:
-            raise BadInput(
-                f"this rank has {len(self._parts)} parts of the model (an interleaved pipeline schedule), and a run has"
-                " one for each rank: choose another parallelism.pipeline_parallel_schedule, or CheckpointManager"
-            )
         if self.load_only:
             raise BadInput("load_only=True records nothing: leave it out, or set enable=False")
         if others := sorted({*self.exclude_from_loading} - {titan.DATALOADER}):
@@ -97,7 +92,7 @@ class StepCheckpointManager(titan.CheckpointManager):
         loader = self.states[titan.DATALOADER]
         self._checkpointer = checkpointer = Checkpointer(
             self.folder,
-            model=self._parts[0],
+            model=self._parts,
             optimizer=list(self.states[titan.OPTIMIZER]),
             scheduler=self.states[titan.LR_SCHEDULER],
             loader=None

@@ -96,6 +96,10 @@ def aliases_of(parameters: Iterable[CapturedParameter]) -> dict[str, str]:
     return {alias: parameter.name for parameter in parameters for alias in parameter.names[1:]}
 
 
+class ModelParts(nn.ModuleList):
+    """The stages of one model that a rank of an interleaved pipeline has. Names are those of the whole model."""
+
+
 def plain_paths(model: nn.Module) -> dict[str, str]:
     """Return the path of each module without the wrappers on the way, by its real path.
 
@@ -115,7 +119,7 @@ def plain_paths(model: nn.Module) -> dict[str, str]:
 def wraps(module: nn.Module, name: str) -> bool:
     """Return whether ``module`` is a wrapper of its submodule ``name``, whose path leaves the name out."""
     alone = len(module._modules) == 1 and not module._parameters and not module._buffers
-    return name in WRAPPED or (name == "module" and alone)
+    return name in WRAPPED or (name == "module" and alone) or isinstance(module, ModelParts)
 
 
 def join(path: str, name: str) -> str:
@@ -182,7 +186,9 @@ def _persistent_buffers(
                     'holdfast.empty_parameters() instead of torch.device("meta"): it leaves buffers real.'
                 )
             if name in module._non_persistent_buffers_set:
-                passing[join(plain[path], name)] = (module, name)
+                known_as = join(plain[path], name)
+                # of each stage of a pipeline, a table of positions
+                passing[join(path, name) if known_as in passing else known_as] = (module, name)
                 continue
             if buffer is not None:
                 _refuse_unstorable(join(path, name), buffer)

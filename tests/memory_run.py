@@ -23,7 +23,7 @@ class Order:
     tokens: int = 256
     micro_batches: int = 1
     options: dict = field(default_factory=dict)
-    """Of the engine, besides keeping everything on the SSD."""
+    """Of the engine, besides computing in fp32 and keeping everything on the SSD."""
     budget: str = ""
     """Of host memory; by default there is none."""
     tile_bytes: int = 0
@@ -58,14 +58,14 @@ def main(order: Order) -> None:
         model = Decoder(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     spilled = {"params_on_host": 0.0, "optimizer_on_host": 0.0, "activations_on_host": 0.0}
+    # Some processors multiply 80 times as fast in fp32 as in bf16.
+    options = {"dtype": "fp32", **spilled, **order.options}
     engine = holdfast.offload(
         model,
         optimizer,
         order.root,
         budget=holdfast.Budget(host=order.budget) if order.budget else None,
-        **grouped(
-            sample=batches(order, 0)[0], micro_batches=order.micro_batches, **(spilled | order.options)
-        ),
+        **grouped(sample=batches(order, 0)[0], micro_batches=order.micro_batches, **options),
     )
     preflight = engine.preflight
     say(

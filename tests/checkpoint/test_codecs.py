@@ -546,12 +546,12 @@ def converge(codec, root, steps=290):
 
 
 @pytest.mark.slow
-def test_training_learns_from_one_in_a_hundred_and_hardly_without_feedback(tmp_path):
+def test_training_learns_from_one_in_a_hundred_and_hardly_without_feedback(in_memory):
     """Dense 0.13, eight bits 0.13, one in a hundred 0.92, without feedback 2.11, from 2.84."""
-    dense, first = converge(None, tmp_path / "dense", steps=180)  # in which it has come to its end
-    sparse, _ = converge(TopK(0.01), tmp_path / "topk")
-    forgetful, _ = converge(TopK(0.01, error_feedback=False), tmp_path / "lossy")
-    eight, _ = converge(Int8(), tmp_path / "int8", steps=180)
+    dense, first = converge(None, in_memory / "dense", steps=180)  # in which it has come to its end
+    sparse, _ = converge(TopK(0.01), in_memory / "topk")
+    forgetful, _ = converge(TopK(0.01, error_feedback=False), in_memory / "lossy")
+    eight, _ = converge(Int8(), in_memory / "int8", steps=180)
     assert dense < sparse < 0.4 * first and forgetful > 0.6 * first and eight < 1.5 * dense
 
 

@@ -144,15 +144,26 @@ def own_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
+class Dividing(torch.optim.Optimizer):
+    """An update that depends on the number of threads, as sums in a product of matrices do on some processors."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 * torch.get_num_threads())
+
+
 def test_steps_come_back_with_another_number_of_threads(tmp_path, own_threads):
-    """Each is replayed with as many as it had: sums within a product of matrices are in another order with others."""
+    """Each is replayed with as many as it had."""
     weights = []
     for threads, steps in ((2, 3), (1, 6), (2, 6)):
         torch.set_num_threads(threads)
         torch.manual_seed(0)
-        model = torch.nn.Linear(512, 1001, bias=False)
-        optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
+        model = torch.nn.Linear(5, 3, bias=False)
+        optimizer = Dividing(model.parameters())
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:

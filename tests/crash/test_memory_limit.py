@@ -54,7 +54,8 @@ def test_a_state_that_exceeds_the_limit_trains_is_killed_resumes_and_verifies(fo
     if shutil.disk_usage(folder).free < times * 2400 * MIB:
         pytest.skip("gigabytes of disk are needed")
     with hard_limit(LIMIT) as (group, reason):
-        order = {"blocks": 14 * times, "cgroup": str(group or ""), "anew": True}
+        sizes = {"blocks": 25 * times, "width": 384, "tokens": 64}
+        order = {**sizes, "cgroup": str(group or ""), "anew": True}
         code, said = run(folder / "run", **order, steps=1, dies=True)
         assert code == -9 and said["durable"] == 1, (code, said)
         assert said["state_bytes"] >= times * LIMIT
@@ -80,12 +81,7 @@ def test_a_state_that_exceeds_the_limit_trains_is_killed_resumes_and_verifies(fo
 def test_embedding_and_head_train_in_tiles(folder):
     """Their state of 208 MiB never fits beside their parameters and gradients, which have 136, and the process."""
     sizes = {"blocks": 2, "width": 128, "vocabulary": 69632, "tokens": 16, "micro_batches": 2}
-    order = {
-        **sizes,
-        "options": {"dtype": "fp32"},
-        "tile_bytes": 16 * MIB,
-        "budget": f"{TILES_LIMIT // MIB}MiB",
-    }
+    order = {**sizes, "tile_bytes": 16 * MIB, "budget": f"{TILES_LIMIT // MIB}MiB"}
     with hard_limit(TILES_LIMIT) as (group, reason):
         print(reason)
         order |= {"cgroup": str(group or ""), "anew": True}
@@ -114,6 +110,14 @@ def test_eight_times_the_blocks_add_a_twentieth_of_their_state_to_the_peak(folde
         assert 0.9 < one["peak"] / one["predicted"] < 1.1
 
 
+@pytest.mark.slow
+def test_blocks_in_bf16_take_what_is_predicted(folder):
+    """In fp32 there is no compute copy beside the masters. Few tokens: some processors are slow in bf16."""
+    said = run(folder / "run", blocks=4, width=512, tokens=16, steps=2, options={"dtype": "bf16"})[1]
+    print(f"{said['peak'] / MIB:.0f} MiB, {said['predicted'] / MIB:.0f} predicted")
+    assert 0.9 < said["peak"] / said["predicted"] < 1.1
+
+
 @pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
@@ -121,7 +125,7 @@ def test_activations_that_stay_take_what_is_predicted(folder, schedule):
     sizes = {"blocks": 8, "width": 128, "tokens": 256, "micro_batches": 4, "steps": 2}
     peaks = []
     for part in (1.0, 0.0):
-        options = {"recomputed_fraction": part, "schedule": schedule, "dtype": "fp32"}
+        options = {"recomputed_fraction": part, "schedule": schedule}
         order = {**sizes, "options": options}
         said = run(folder / "run", **order)[1]
         shutil.rmtree(folder / "run")
@@ -134,7 +138,7 @@ def test_activations_that_stay_take_what_is_predicted(folder, schedule):
 @pytest.mark.slow
 def test_more_tokens_do_not_take_more_logits(folder):
     """A tensor of the logits of the 512 tokens more would have 268 MB alone."""
-    sizes = {"blocks": 2, "width": 64, "vocabulary": 131072, "steps": 1, "options": {"dtype": "fp32"}}
+    sizes = {"blocks": 2, "width": 64, "vocabulary": 131072, "steps": 1}
     peaks = []
     for tokens in (512, 1024):
         said = run(folder / "run", **sizes, tokens=tokens)[1]

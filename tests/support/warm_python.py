@@ -78,6 +78,7 @@ class WarmProcess:
                 stream.close()
         self.pid, self.returncode = self._read_number(), None
         self.args = order
+        self._readers: list[threading.Thread] = []
 
     @classmethod
     def _connect(cls) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -118,11 +119,11 @@ class WarmProcess:
                 said[number] = stream.read()
 
         streams = [(n, each) for n, each in enumerate((self.stdout, self.stderr)) if not each.closed]
-        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
-        for reader in readers:
+        self._readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
+        for reader in self._readers:
             reader.start()
         self.wait(timeout)
-        for reader in readers:
+        for reader in self._readers:
             reader.join(timeout)
         return said[0], said[1]
 
@@ -132,6 +133,13 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the process, and close the pipes: those that are read by their readers, which come to their end then."""
+        self.kill()
+        self.wait()
+        for reader in self._readers:
+            reader.join(1)  # what the process started may hold the pipe still
 
 
 def start_python(
@@ -164,7 +172,7 @@ def run_python(*words: Any, timeout: float | None = None, **how: Any) -> subproc
     try:
         out, err = process.communicate(timeout)
     except BaseException:
-        process.kill()
+        process.end()
         raise
     return subprocess.CompletedProcess(words, process.wait(), out, err)
 

@@ -384,6 +384,7 @@ def _settings(given: Arguments, rules: StepRules) -> dict[str, Any]:
         "clipping": "per_block" if given.clipping.mode == "per_block" else "global",
         "normalize": rules.normalize_name,
         "order": given.order,
+        **({} if rules.loss_scale is None else {"loss_scale": rules.loss_scale.moves()}),
         **({"quantised_compute_dtype": dtypes} if (dtypes := compute_dtypes(given.model)) else {}),
     }
 

@@ -57,7 +57,7 @@ def main(order: Order) -> None:
     with holdfast.empty_parameters():
         model = Decoder(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    spilled = {"params_on_host": 0.0, "optimizer_on_host": 0.0, "activations_on_host": 0.0}
+    spilled = {"dtype": "bf16", "params_on_host": 0.0, "optimizer_on_host": 0.0, "activations_on_host": 0.0}
     engine = holdfast.offload(
         model,
         optimizer,

@@ -141,7 +141,7 @@ def test_a_run_of_the_first_versions_is_in_bf16(tmp_path, measured, monkeypatch)
 
 
 def test_a_run_that_another_process_has_begun_meanwhile_keeps_its_dtype(tmp_path, measured, monkeypatch):
-    """As under ``holdfast standby``, whose second process plans beside the first."""
+    """It had no run while this process planned."""
 
     def wait(*_):
         monkeypatch.undo()

@@ -108,10 +108,6 @@ class Clipping:
             )
 
 
-AUTO_DTYPE = "auto"
-"""The dtype of ``Precision`` that leaves the choice to the run, or to the machine."""
-
-
 @dataclass(frozen=True)
 class Precision:
     """The dtype of the compute copy: "auto", "bf16", "fp32" or "fp16".
@@ -122,7 +118,7 @@ class Precision:
     commit, and takes the norm of each step to detect an overflow.
     """
 
-    dtype: str = AUTO_DTYPE
+    dtype: str = "auto"
     loss_scale: LossScale | None = None
 
     @classmethod

@@ -33,16 +33,7 @@ from ..model.blocks import can_stream
 from ..model.model_parts import ModelParts, ties_streamed
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
-from ..offload_options import (
-    AUTO_DTYPE,
-    IO,
-    Clipping,
-    Durability,
-    Placement,
-    Precision,
-    StepRules,
-    require_integer,
-)
+from ..offload_options import IO, Clipping, Durability, Placement, Precision, StepRules, require_integer
 from ..recomputation import can_measure
 from .automatic_placement import Planner
 from .checks import (
@@ -232,7 +223,7 @@ def _chosen_dtype(given: Arguments, device: Device, ranks: Ranks) -> str:
     asked = given.precision.dtype
 
     def chosen() -> str:
-        if asked != AUTO_DTYPE:
+        if asked != "auto":
             return asked
         if (kept := dtype_of_run(given.place, given.disk)) is not None:
             return kept
@@ -242,7 +233,7 @@ def _chosen_dtype(given: Arguments, device: Device, ranks: Ranks) -> str:
         return fast
 
     first = ranks.first_does(chosen)
-    return first if asked == AUTO_DTYPE else asked
+    return first if asked == "auto" else asked
 
 
 def keeps_dtype(given: Arguments, planned: PlannedRun, ranks: Ranks) -> bool:
@@ -252,8 +243,7 @@ def keeps_dtype(given: Arguments, planned: PlannedRun, ranks: Ranks) -> bool:
     """
     return ranks.first_does(
         lambda: (
-            given.precision.dtype != AUTO_DTYPE
-            or dtype_of_run(given.place, given.disk) in (None, planned.dtype)
+            given.precision.dtype != "auto" or dtype_of_run(given.place, given.disk) in (None, planned.dtype)
         )
     )
 

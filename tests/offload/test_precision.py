@@ -7,9 +7,6 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput
-from holdfast.events import read_events
-from holdfast.monitor.history import History
-from holdfast.monitor.run_report import subtitle
 from holdfast.offload import api
 from holdfast.offload.engine_progress import UserState
 from holdfast.store.run_store import LocalStore
@@ -175,11 +172,3 @@ def test_frozen_parameters_in_16_bits_stay_as_stored(tmp_path, measured):
         engine.step(batches(0, 1))
         assert engine.preflight.dtype == "fp32"
     assert stored(tmp_path)["blocks.1.mlp.up.weight/param"].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_log_and_report_say_the_dtype(tmp_path, dtype):
-    trained(tmp_path, 1, dtype=dtype)
-    [event] = [each for each in read_events(tmp_path / "events.jsonl") if each["event"] == "engine"]
-    assert event["dtype"] == dtype
-    assert f"computed in {dtype} on cpu;" in subtitle(History.read(tmp_path / "events.jsonl"))

@@ -89,11 +89,9 @@ def subtitle(history: History) -> str:
     newest = history.sittings[-1]
     about, times = newest.about, counted(len(history.sittings), "sitting")
     if newest.kind == "engine":
-        dtype = f" in {about['dtype']}" if "dtype" in about else ""  # earlier versions did not log it
         return (
             f"Out of core: {about['parameters']:,} parameters in {counted(about['blocks'], 'block')},"
-            f" {format_bytes(about['state_bytes'])} of training state; computed{dtype} on"
-            f" {about['device']}; {times}."
+            f" {format_bytes(about['state_bytes'])} of training state; computed on {about['device']}; {times}."
         )
     if newest.kind == "checkpointer":
         ranks = f", {about['ranks']} ranks, of which the first is shown" if about["ranks"] > 1 else ""

@@ -68,7 +68,6 @@ class StepReports:
             host=os.uname().nodename,
             directory=preflight.directory,
             device=str(run.device.torch_device),
-            dtype=preflight.dtype,
             unified=run.device.unified,
             blocks=len(run.blocks),
             block_names=[preflight.block_names[0], preflight.block_names[-1]],

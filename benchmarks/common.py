@@ -132,10 +132,10 @@ def spread(values: list[float], digits: int = 2) -> list[str]:
 
 
 def fast_precision() -> str:
-    """Return "fp32" if this processor multiplies matrices more than 4 times as fast in it as in bf16, else "bf16"."""
-    from holdfast.measure.hardware_rates import product_seconds
+    """Return the dtype that a run without ``precision=`` would compute in on this processor."""
+    from holdfast.measure.hardware_rates import fast_dtype
 
-    return "fp32" if product_seconds("bfloat16") > 4 * product_seconds("float32") else "bf16"
+    return fast_dtype(torch.device("cpu"))
 
 
 GROUPS = Path("/sys/fs/cgroup/memory")

@@ -49,6 +49,7 @@ class Cases:
     def engine(self, **choices):
         model = gpt(*SIZES[self.options.model])
         folder = tempfile.mkdtemp(dir=self.options.folder, prefix="holdfast-bench-")
+        choices = {"precision": "bf16"} | choices
         engine = holdfast.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), folder, **choices)
         self.open.append((engine, folder))
 

@@ -18,6 +18,7 @@ from _pytest.assertion import rewrite
 from buckets import emptied, served
 from combined import CAMPAIGN, covering, spread
 from holdfast import failpoints
+from holdfast.measure import hardware_rates
 from killed import kill
 from matrix.cells import told
 
@@ -35,6 +36,8 @@ with suppress(ImportError):  # the environments of the peers have no hypothesis
 os.environ.setdefault(
     "HOLDFAST_MACHINE", "cpu-2-core"
 )  # nothing is measured, and no profile kept, unless a test does
+
+hardware_rates.product_seconds = lambda dtype: 1.0  # so precision="auto" is bf16 on every machine
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ def main(folder, run):
     before = peak()
     model, weights = holdfast.pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    with holdfast.offload(model, optimizer, run, source=weights) as engine:
+    with holdfast.offload(model, optimizer, run, source=weights, precision="bf16") as engine:
         engine.step([{"input_ids": tokens, "labels": tokens}])
     print(before, peak())
 

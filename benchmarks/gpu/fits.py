@@ -351,6 +351,7 @@ class OutOfCore:
             torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
             Path(options.folder) / "run",
             device=options.device,
+            precision="bf16",
             schedule=options.case,
             placement=holdfast.Placement(
                 params_on_host=options.on_host,

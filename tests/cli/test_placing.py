@@ -247,9 +247,13 @@ def test_a_person_reads_what_is_trained_on_which_base(holdfast, plan):
         (
             "cpu-2-core",
             ["--clipping", "none", "--commit-every", "3"],
-            {"durability": library.Durability(commit_every=3)},
+            {"precision": "bf16", "durability": library.Durability(commit_every=3)},
         ),
-        ("cpu-2-core", ["--order", "snake"], {"order": "snake", "clipping": 1.0}),
+        (
+            "cpu-2-core",
+            ["--order", "snake"],
+            {"precision": "bf16", "order": "snake", "clipping": 1.0},
+        ),
         (
             "rtx-4090",
             ["--clipping", "per_block", "--delayed", "0.5"],

@@ -6,11 +6,12 @@ import os
 import shutil
 
 import pytest
+import torch
 
-from holdfast.cli.machine import choose_dtype
 from holdfast.cli.train.kept_config import write_record
 from holdfast.config import load_config
 from holdfast.events import read_events
+from holdfast.measure.hardware_rates import fast_dtype
 from holdfast.store.disk import Disk
 from support.tiny_keys import TINY
 
@@ -98,11 +99,11 @@ def test_bf16_that_is_a_little_slower_is_taken_and_a_gpu_is_not_asked(monkeypatc
     monkeypatch.setattr(
         "holdfast.measure.hardware_rates.product_seconds", {"float32": 0.85, "bfloat16": 1.0}.get
     )
-    assert choose_dtype("cpu") == "bf16"
+    assert fast_dtype(torch.device("cpu")) == "bf16"
     monkeypatch.setattr(
         "holdfast.measure.hardware_rates.product_seconds", {"float32": 0.75, "bfloat16": 1.0}.get
     )
-    assert (choose_dtype("cpu"), choose_dtype("cuda:1")) == ("fp32", "bf16")
+    assert [fast_dtype(torch.device(kind)) for kind in ("cpu", "cuda:1")] == ["fp32", "bf16"]
 
 
 def everything(directory):

@@ -21,7 +21,7 @@ from holdfast.errors import BadInput
 from holdfast.formats.run_directory import CommitSource
 from holdfast.measure import drive_rates
 from holdfast.offload import api, recomputation
-from holdfast.offload.setup import preflight
+from holdfast.offload.setup import preflight, run_planning
 from holdfast.offload.step_maker import ClippingChoice
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store
@@ -118,6 +118,7 @@ def main(
     full: Sequence[str] = (),
     early: bool = False,
     ways: dict[str, str] | None = None,
+    fast: dict[str, str] | None = None,
     little: Sequence[int] = (),
     options: dict[str, Any] | None = None,
 ) -> None:
@@ -129,7 +130,7 @@ def main(
     ``settle`` nothing is under way between two steps. ``rates`` are what drives take, by their names, as the first
     rank finds; the ranks that are ``blind`` see nothing that it shows them; drives that are ``full`` have no room.
     An ``early`` failpoint is armed before the run is opened. ``ways`` are by rank the way of clipping that it would
-    choose from the second step on. Ranks with ``little`` memory have none free."""
+    choose from the second step on. Ranks with ``little`` memory have none free. Each finds another dtype ``fast``."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     if kill_after and kill_after[0] == rank:
@@ -159,6 +160,8 @@ def main(
         )
     if ways is not None:
         ClippingChoice.over = lambda self, *_: setattr(self, "mode", ways[str(rank)])
+    if fast is not None:
+        run_planning.fast_dtype = lambda device: fast[str(rank)]
     if rank in little:
         recomputation.free_host_bytes = lambda: 0
     if early and failpoint[0] == rank:

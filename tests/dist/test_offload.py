@@ -91,6 +91,21 @@ def test_all_ranks_wait_for_the_norm_where_one_does(world, tmp_path):
     assert [each["clipping"] for each in said] == [["defer"]] * 2
 
 
+def test_ranks_compute_in_what_the_first_finds_fast(world, tmp_path):
+    """Others would find another dtype; and so would all of them at the resume, which keeps that of the run."""
+    for steps, fast in ((2, {"0": "fp32", "1": "bf16"}), (4, {"0": "bf16", "1": "bf16"})):
+        said = world.run(2, root=tmp_path, steps=steps, options={"dtype": "auto"}, fast=fast)
+    check(said, tmp_path, *plain([(4, 2, 1)]))
+
+
+def test_one_rank_that_asks_for_another_dtype_is_refused(world, tmp_path):
+    options, wrong = {"dtype": "auto"}, {"1": {"dtype": "bf16"}}
+    said = world.run(2, root=tmp_path / "run", steps=2, options=options, wrong=wrong, fast={"0": "fp32"})
+    for each in said:
+        assert "dtype is bf16 on rank 1 and fp32 on rank 0" in each["error"], each
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("little, recomputed", [([], [1.0, 0.0]), ([1], [1.0])])
 def test_ranks_recompute_what_one_has_to(world, tmp_path, little, recomputed):
     """A run that was given nothing: from the second step on graphs are kept, if they fit on all ranks."""

@@ -240,14 +240,14 @@ class Straight(nn.Module):
         return x.sum()
 
 
-def engine_bf16(run: Path, steps: int) -> dict[str, Any]:
-    """Out of core with bf16 copies of fp32 masters."""
+def engine_bf16(run: Path, steps: int, precision: str = "bf16") -> dict[str, Any]:
+    """Out of core with bf16 copies of fp32 masters; the run's own ``precision`` is "auto", too."""
     model = Straight()
     with holdfast.offload(
         model,
         sgd(model.parameters()),
         run,
-        precision="bf16",
+        precision=precision,
         io=holdfast.IO(direct=False),
         blocks=[*model.layers],
     ) as engine:

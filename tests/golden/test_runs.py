@@ -42,6 +42,15 @@ def test_a_golden_run_resumes_bit_for_bit(run):
         assert gone_on(run, make_runs.LATER) == ends["later"]
 
 
+@pytest.mark.parametrize("kind", ["engine_whole", "engine_split"])
+def test_a_golden_run_in_bf16_stays_in_it_though_fp32_is_fast(tmp_path, monkeypatch, kind):
+    """A warning, which is an error here, would tell of another dtype."""
+    shutil.copytree(GOLDEN / kind, tmp_path / kind)
+    seconds = {"float32": 1.0, "bfloat16": 9.0}
+    monkeypatch.setattr("holdfast.measure.hardware_rates.product_seconds", seconds.__getitem__)
+    assert make_runs.engine_bf16(tmp_path / kind, make_runs.LATER, "auto") == expected(kind)["later"]
+
+
 def test_a_golden_run_is_whole(run):
     with RunReader(run) as reader:
         for ref in reader.commits():

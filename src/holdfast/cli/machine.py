@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ..config import Dtype
 from ..errors import ConfigError
-
-FASTER = 0.8
-"""The share of bf16's time below which fp32 is chosen: its compute copies take twice the bytes."""
 
 
 def launched() -> tuple[int, int]:
@@ -48,16 +44,3 @@ def choose_device(wanted: str) -> str:
         )
     accelerators.use_device(torch.device(chosen))  # threads that the script starts inherit no device
     return chosen
-
-
-def choose_dtype(device: str) -> Dtype:
-    """Return the compute dtype for ``device``: bf16, but fp32 on a CPU that multiplies faster in fp32.
-
-    The speed is measured, because processor flags do not tell it: some CPUs with bf16 instructions are half as fast in
-    bf16.
-    """
-    if not device.startswith("cpu"):
-        return "bf16"
-    from ..measure.hardware_rates import product_seconds
-
-    return "fp32" if product_seconds("float32") < FASTER * product_seconds("bfloat16") else "bf16"

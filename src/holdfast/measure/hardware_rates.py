@@ -2,8 +2,8 @@
 
 Rates must be those that a run attains, so updates use a run's tiles and threads, and copies use pinned memory that
 returns to the system afterwards. Each action is repeated as often as a time allows, at least once after a first run
-that does not count, and the median counts; of matrix products the shortest. Called by the machine probe, by checks of a
-dtype, and by the sizing of a job.
+that does not count, and the median counts; of matrix products the shortest. Called by the machine probe, by the
+choice and checks of a dtype, and by the sizing of a job.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import xxhash
@@ -76,6 +77,21 @@ def product_seconds(dtype: str) -> float:
         torch.mm(one, one)  # the first one prepares the kernel
         taken.append(time.perf_counter() - start)
     return min(taken)
+
+
+FASTER = 0.8
+"""The share of bf16's time below which fp32 is chosen: its compute copies take twice the bytes."""
+
+
+def fast_dtype(device: torch.device) -> Literal["bf16", "fp32"]:
+    """Return the compute dtype that is fast on ``device``: bf16, but fp32 on a CPU that multiplies faster in fp32.
+
+    The speed is measured, because processor flags do not tell it: some CPUs with bf16 instructions are half as fast in
+    bf16. Another measurement may say otherwise, so a run keeps the dtype that it began with.
+    """
+    if device.type != "cpu":
+        return "bf16"
+    return "fp32" if product_seconds("float32") < FASTER * product_seconds("bfloat16") else "bf16"
 
 
 COPY_BYTES = 256 * MiB

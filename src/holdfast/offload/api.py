@@ -47,7 +47,14 @@ from .setup.engine_resume import newest_commit, progress_of_rank, same_files
 from .setup.frozen_references import frozen_references
 from .setup.preflight import Preflight, preflight_of, space_on
 from .setup.process_settings import allow_open_files, on_host_by_default, share_heaps
-from .setup.run_planning import Arguments, PlannedRun, agreed_run, checked_arguments, plan_run
+from .setup.run_planning import (
+    Arguments,
+    PlannedRun,
+    agreed_run,
+    checked_arguments,
+    keeps_dtype,
+    plan_run,
+)
 from .setup.starting_state import (
     Opens,
     StartingState,
@@ -73,7 +80,7 @@ def offload(
     seed: int = 0,
     blocks: Sequence[nn.Module] | nn.ModuleList | None = None,
     device: str = "cpu",
-    precision: str | Precision = "bf16",
+    precision: str | Precision = "auto",
     budget: Budget | Literal["auto"] | None = None,
     placement: Placement = Placement(),  # noqa: B008 - frozen
     schedule: str = "vertical",
@@ -121,7 +128,9 @@ def offload(
             of classes that repeat, with most bytes of parameters. A warning is given if that leaves more than half in
             memory and there is another list.
         device: Where blocks are computed: "cpu", "cuda", "cuda:1".
-        precision: Dtype of the compute copy, or a ``Precision`` with the loss scale of fp16.
+        precision: Dtype of the compute copy, or a ``Precision`` with the loss scale of fp16. "auto" is that of the run;
+            for a fresh one bf16, or fp32 on a processor that is measured to be faster in it
+            (``engine.preflight.dtype``).
         budget: Memory that the run may take. The host budget is for the whole process, evaluations included. ``"auto"``
             is the memory that is free, and lets the planner choose the fractions of ``placement`` that are not given.
         placement: Fractions of the state that stay in memory.
@@ -180,6 +189,8 @@ def offload(
         planned = plan_run(given, drives, data_parallel)
         planned = agreed_run(given, planned, data_parallel)
         wait_for_run(given.place, data_parallel.control, deadline_seconds)
+        if not keeps_dtype(given, planned, data_parallel.control):  # another process has begun the run since
+            planned = agreed_run(given, plan_run(given, drives, data_parallel), data_parallel)
         store = _open_store(given, planned.drives, made)
         with data_parallel.control.agreeing():
             references = frozen_references(given.source, planned.parts, store, alone=data_parallel.alone)
@@ -332,7 +343,7 @@ def _preflight(
         allow_open_files(sum(files.open_files for files in stored.values()))
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)
-        preflight = preflight_of(parts, planned.plan, planned.budget, store, stored)
+        preflight = preflight_of(parts, planned.plan, planned.budget, planned.dtype, store, stored)
         mine = [preflight.needed_bytes, *drives.needed(stored)]
     needed, *there = [sum(column) for column in zip(*ranks.everyone(mine), strict=True)]
     with ranks.agreeing():

@@ -110,13 +110,15 @@ class Clipping:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of the compute copy: "bf16", "fp32" or "fp16".
+    """The dtype of the compute copy: "auto", "bf16", "fp32" or "fp16".
 
+    "auto" is what the run was begun with, on whatever machine. A fresh run computes in bf16, but in fp32 on a processor
+    that is measured to be faster in it; with several ranks rank 0 decides.
     "fp16" multiplies losses by ``loss_scale``, which moves as that of ``torch.amp.GradScaler`` and is part of every
     commit, and takes the norm of each step to detect an overflow.
     """
 
-    dtype: str = "bf16"
+    dtype: str = "auto"
     loss_scale: LossScale | None = None
 
     @classmethod

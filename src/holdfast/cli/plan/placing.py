@@ -476,7 +476,8 @@ def _print_settings(engine: Solution) -> None:
 def _print_call(engine: Solution) -> None:
     """Print the settings of a model under adapters as arguments of ``holdfast.offload``."""
     train, offload, durability = _settings(engine).values()
-    options = [] if engine.setting.machine.device_shares_host else ['device="cuda"']
+    # a processor may be faster in fp32, which the plan does not count
+    options = ['precision="bf16"' if engine.setting.machine.device_shares_host else 'device="cuda"']
     options.append(f"micro_batches={train['micro_batches']}")
     if "clipping" in train:
         options.append(f"clipping=holdfast.Clipping(1.0, {train['clipping']})")

@@ -18,14 +18,13 @@ import torch
 from ...accelerators import is_accelerator, synchronize
 from ...errors import ConfigError
 from ...measure.free_memory import free_host_bytes
-from ...measure.hardware_rates import median_seconds
+from ...measure.hardware_rates import fast_dtype, median_seconds
 from ...measure.machine_probe import BlockTimes, Probed, probe_machine
 from ...models.decoder import Block, DecoderConfig, rotary_table
 from ...offload.memory.device import open_device
 from ...offload.model.model_parts import DTYPES
 from ...profiles import ModelProfile, load_model, to_toml
 from ...quantities import format_seconds, parse_bytes
-from ..machine import choose_dtype
 from ..output import error_console, parsed, print_json, refuse_no_directory
 
 
@@ -46,7 +45,7 @@ def probe(
     file_bytes = parsed("--size", parse_bytes, size)
     chosen = None if model is None else load_model(model)
     target = open_device(device).torch_device
-    dtype = DTYPES[choose_dtype(str(target))]
+    dtype = DTYPES[fast_dtype(target)]
     with error_console().status("measuring") as status:
         found = probe_machine(
             directory,

@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Any
 
 from ...config import Config, Dtype, changed_keys, is_marked, literal, load_config, to_toml
-from ...errors import ConfigError, Damaged, NoCommit, RunMismatch
+from ...errors import ConfigError, NoCommit, RunMismatch
 from ...store.disk import Disk, write_durably
 from ...store.run_store import LocalStore
 
@@ -88,15 +88,14 @@ def kept_dtype(config: Config) -> Dtype | None:
 
     It comes from the run's record, or from its newest commit if the record is gone.
     """
+    from ...offload.setup.engine_resume import dtype_of_run  # imports torch, which other verbs do without
+
     run = Path(config.run.dir)
     state = state_directory(run, config)
     kept = record_of_run(run, state)
     if kept is not None and kept.train.dtype != "auto":
         return kept.train.dtype
-    with suppress(NoCommit, Damaged):
-        if (newest := LocalStore.read(state).head()) is not None:
-            return newest.progress_of(newest.streams[0]).get("settings", {}).get("dtype")
-    return None
+    return dtype_of_run(state)
 
 
 def kept_micro_batches(config: Config) -> int | None:

@@ -33,6 +33,7 @@ from ...data.loader import SampleLoader, micro_batches_of
 from ...distributed import Ranks
 from ...errors import BadInput, ConfigError, Damaged, NoCommit
 from ...events import EventLog, read_events
+from ...measure.hardware_rates import fast_dtype
 from ...monitor.training_panel import TrainingPanel
 from ...offload.engine import Engine
 from ...offload.setup.equal_on_ranks import agree
@@ -40,7 +41,7 @@ from ...offload.setup.preflight import Preflight
 from ...quantities import format_seconds
 from ...store.run_store import LocalStore
 from ...supervised.attempt import in_drill, training_directory
-from ..machine import choose_device, choose_dtype, launched
+from ..machine import choose_device, launched
 from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .engine_build import make_engine
@@ -167,7 +168,7 @@ def with_dtype(config: Config) -> Config:
     """Return ``config`` with the dtype for "auto": that of the run, or the fast one on this machine."""
     if config.train.dtype != "auto":
         return config
-    dtype = kept_dtype(config) or choose_dtype(choose_device(config.offload.device))
+    dtype = kept_dtype(config) or fast_dtype(torch.device(choose_device(config.offload.device)))
     return replace(config, train=replace(config.train, dtype=dtype))
 
 

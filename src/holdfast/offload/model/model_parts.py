@@ -70,7 +70,7 @@ class ModelParts:
         known. Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
-            raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")
+            raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}, auto")
         blocks = find_blocks(model, chosen)
         if streams_all:
             blocks = with_embedding_and_head(model, blocks, ties_streamed(optimizer))

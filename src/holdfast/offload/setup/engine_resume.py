@@ -78,6 +78,19 @@ def contents_of(root: str | PurePath, disk: AnyDisk | None) -> RunContents | Non
     return None
 
 
+def dtype_of_run(root: str | PurePath, disk: AnyDisk | None = None) -> Any:
+    """Return the compute dtype of a run, as its newest readable commit has it; None if there is no run.
+
+    Commits of the first versions do not name it: bf16, which was the default then.
+    """
+    with suppress(NoCommit), LocalStore.read(root, disk=disk) as reader:
+        for ref in reader.line() or reader.commits():
+            with suppress(Damaged, NoCommit):
+                manifest = reader.load(ref)
+                return manifest.progress_of(manifest.streams[0]).get("settings", {}).get("dtype", "bf16")
+    return None
+
+
 def same_files(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raise ``RunMismatch`` if the files of a commit of this model are not those that this run would write."""
     _same_blocks(stored, store, manifest)

@@ -53,6 +53,8 @@ class Preflight:
     """The planner's prediction, if it was asked."""
     plan: str | None = None
     """The plan as one line for a person; None where everything was given."""
+    dtype: str = ""
+    """The dtype of the compute copies: "bf16", "fp32" or "fp16"."""
 
     def check(self) -> None:
         """Raise ``DoesNotFit`` if the disk or the budget is too small."""
@@ -89,6 +91,7 @@ def preflight_of(
     parts: ModelParts,
     plan: RunPlan,
     budget: Budget,
+    dtype: str,
     store: LocalStore,
     stored: dict[str, Generations],
 ) -> Preflight:
@@ -111,6 +114,7 @@ def preflight_of(
         streamed_parameters=sum(m.owned.captured.weights for unit in parts.units for m in unit.all_members),
         prediction=plan.prediction,
         plan=plan.line,
+        dtype=dtype,
     )
 
 

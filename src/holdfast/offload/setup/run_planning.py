@@ -18,6 +18,7 @@ from ...distributed import Ranks
 from ...errors import BadInput, DoesNotFit
 from ...events import EventLog, tell
 from ...measure.free_memory import free_host_bytes
+from ...measure.hardware_rates import fast_dtype
 from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
 from ...state.capture import CapturedParameter
@@ -52,7 +53,7 @@ from .checks import (
     warn_of_slow_bf16,
 )
 from .drive_setup import Drives
-from .engine_resume import RunContents, contents_of
+from .engine_resume import RunContents, contents_of, dtype_of_run
 from .equal_on_ranks import agree_on_choices, agree_on_placement
 from .preflight import Preflight
 from .starting_state import Opens
@@ -103,6 +104,8 @@ class PlannedRun:
     device: Device
     budget: Budget
     """The memory that the run may take, in bytes."""
+    dtype: str
+    """The dtype of the compute copies: the one that was given, or that of the run, or the fast one."""
     plan: RunPlan
     drives: Drives
 
@@ -147,6 +150,11 @@ def plan_run(given: Arguments, drives: Drives, data_parallel: DataParallelGroup)
     """Examine the model and plan the run on this rank. Collective: every rank must call this."""
     durability, io = given.durability, given.io
     with data_parallel.control.agreeing():
+        device = open_device(given.device)
+    dtype = _chosen_dtype(given, device, data_parallel.control)
+    with data_parallel.control.agreeing():
+        given = replace(given, precision=replace(given.precision, dtype=dtype))
+        check_together(given.clipping, given.precision, given.schedule, durability)
         rules = StepRules.of(
             given.schedule, given.order, given.clipping, given.precision, durability, given.normalize
         )
@@ -159,7 +167,6 @@ def plan_run(given: Arguments, drives: Drives, data_parallel: DataParallelGroup)
             parts.captured, given.optimizer, given.scheduler, given.loader, _settings(given, rules),
             hyper_parameters(given.optimizer.param_groups), data_parallel.world_size,
         )  # fmt: skip
-        device = open_device(given.device)
         check_graphs(device.torch_device, parts.blocks)
         if data_parallel.rank == 0:
             warn_of_slow_bf16(device.torch_device, given.precision.dtype)
@@ -197,7 +204,47 @@ def plan_run(given: Arguments, drives: Drives, data_parallel: DataParallelGroup)
         chooses_recomputed=_leaves_all_open(given) and len(parts.units) > 1 and can_measure(),
     )  # fmt: skip
     return PlannedRun(
-        parts=parts, rules=rules, user=user, device=device, budget=budget, plan=plan, drives=drives
+        parts=parts,
+        rules=rules,
+        user=user,
+        device=device,
+        budget=budget,
+        dtype=dtype,
+        plan=plan,
+        drives=drives,
+    )
+
+
+def _chosen_dtype(given: Arguments, device: Device, ranks: Ranks) -> str:
+    """Return the compute dtype: the one that was given, or for "auto" that of the run, or else the fast one.
+
+    "auto" is what rank 0 finds, since two measurements may differ. Collective: every rank must call this.
+    """
+    asked = given.precision.dtype
+
+    def chosen() -> str:
+        if asked != "auto":
+            return asked
+        if (kept := dtype_of_run(given.place, given.disk)) is not None:
+            return kept
+        fast = fast_dtype(device.torch_device)
+        if fast == "fp32":
+            (given.say or tell)("precision: fp32, in which this processor is faster than in bf16")
+        return fast
+
+    first = ranks.first_does(chosen)
+    return first if asked == "auto" else asked
+
+
+def keeps_dtype(given: Arguments, planned: PlannedRun, ranks: Ranks) -> bool:
+    """Return whether the run in the directory, if there is one, has the dtype of ``planned``, or another was asked for.
+
+    Collective: every rank must call this.
+    """
+    return ranks.first_does(
+        lambda: (
+            given.precision.dtype != "auto" or dtype_of_run(given.place, given.disk) in (None, planned.dtype)
+        )
     )
 
 
@@ -327,6 +374,7 @@ def _settings(given: Arguments, rules: StepRules) -> dict[str, Any]:
         "clipping": "per_block" if given.clipping.mode == "per_block" else "global",
         "normalize": rules.normalize_name,
         "order": given.order,
+        **({} if rules.loss_scale is None else {"loss_scale": rules.loss_scale.moves()}),
         **({"quantised_compute_dtype": dtypes} if (dtypes := compute_dtypes(given.model)) else {}),
     }
 

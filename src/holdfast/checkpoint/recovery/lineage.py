@@ -207,7 +207,9 @@ class Lineage:
         if rank is not None and self.is_as_written(state, rank, here):
             streams = {*(self._sources(state) or {}).values()} or {self.stream_of(rank)}
         replayed = [stream for stream in streams if self.chains[stream].records]
-        needed, ours = operations_of(state.optimizers, after_update), arithmetic_here(state)
+        records = [record for stream in replayed for record in self.chains[stream].records]
+        updates = (update for record in records for update in record.about["updates"])
+        needed, ours = operations_of(state, updates, after_update), arithmetic_here(state)
         notes = [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}) for stream in replayed]
         found = {name for there in notes for name in differing(there, ours, needed)}
         if not found or self.allows_approximation:
@@ -220,15 +222,16 @@ class Lineage:
             else f"go on from step {alone}, the newest base that needs no record, by resume(step={alone})"
         )
         writer = self.store.timelines()[0].get(self.base.timeline)
-        host = None if writer is None else writer.writer.get("host")
+        host = None if writer is None else writer.writer.get("host")  # of the first rank
+        one = f"{host} or a machine like it" if host else "a machine like the one that trained"
+        machines = one if len(self.chains) == 1 else "machines like those that trained, rank by rank"
         raise OtherArithmetic(
             f"{self.store.root}: the records of steps {self.base.oldest_step + 1} to {self.step} were written by"
             " another kind of processor or device, or another version of torch, whose arithmetic differs from this"
             f" one's in the last bits (of {' and '.join(sorted(map(DESCRIPTIONS.__getitem__, found)))}), so a replay"
             " here would not give what training had. Nothing is damaged, and nothing was changed. Resume on"
-            f" {f'{host} or a machine like it' if host else 'a machine like the one that trained'}; or {standing}; or"
-            ' replay with the arithmetic of this machine, by exactness="approximate", which resume() and'
-            " HoldfastCallback() take.",
+            f" {machines}; or {standing}; or replay with the arithmetic of this machine, by"
+            ' exactness="approximate", which resume() and HoldfastCallback() take.',
             alone,
         )
 

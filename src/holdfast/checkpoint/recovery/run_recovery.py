@@ -19,7 +19,16 @@ from typing import Any
 import torch
 
 from ...distributed import Ranks
-from ...errors import BadInput, Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
+from ...errors import (
+    BadInput,
+    Damaged,
+    DiskFailed,
+    HoldfastError,
+    NoCommit,
+    OtherArithmetic,
+    RunMismatch,
+    Unreadable,
+)
 from ...quantities import shown
 from ...state.encoding import joined, joined_members
 from ...state.live_state import LiveState
@@ -232,6 +241,7 @@ class _Search:
         tried: list[Lineage] = []
         ended: list[Unreadable] = []
         target, journals = self.target, self._all_journals(ref)
+        self._refuse_other_arithmetic(ref, journals)
 
         def attempt() -> _Outcome:
             tried.clear(), ended.clear()
@@ -277,6 +287,32 @@ class _Search:
             return {}
 
         return {stream: journal for each in self.ranks.all_do(read) for stream, journal in each.items()}
+
+    def _refuse_other_arithmetic(self, ref: CommitRef, journals: Mapping[str, Journal]) -> None:
+        """Raise ``OtherArithmetic`` on all ranks where one computes otherwise, before any rank has replayed a record.
+
+        Collective: every rank must call this.
+        """
+        ranks = self.ranks
+        if ranks.alone or self.approximate:
+            return
+
+        def refused() -> OtherArithmetic | None:
+            try:
+                line = Lineage.of(self.store, self.store.load(ref), self.target, self.tip, journals)
+                line.refuse_other_model(self.state)
+                line.refuse_other_arithmetic(self.state, self.after_update is not None, ranks.rank)
+            except OtherArithmetic as error:
+                return error
+            except (HoldfastError, FileNotFoundError):  # reported where the line is replayed
+                pass
+            return None
+
+        found = {rank: error for rank, error in enumerate(ranks.all_do(refused)) if error is not None}
+        if found:
+            error = next(iter(found.values()))
+            those = shown([f"rank {rank}" for rank in found])
+            raise OtherArithmetic(f"on {those} of {ranks.world_size}: {error}", error.step)
 
     def _replayed(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
         """Return the line up to ``target``, with the state at its end."""

@@ -110,6 +110,30 @@ def test_an_optimizer_without_roots_is_replayed_exactly(tmp_path):
     checkpointer.close(save=False)
 
 
+def test_records_of_two_processors_behind_one_base_are_refused(tmp_path):
+    """The base between them is damaged, and the one before it was made on this processor."""
+    loop, checkpointer = started(tmp_path)
+    checkpointer.resume()
+    here = killed(loop, checkpointer, STEPS)
+    with other_processor():
+        loop, checkpointer = started(tmp_path)
+        with pytest.warns(UserWarning, match="arithmetic of this machine"):
+            checkpointer.resume(exactness="approximate")
+        killed(loop, checkpointer, STEPS + 2)
+    between = manifests(tmp_path)[0]
+    assert between.step == STEPS
+    for file in between.files.values():
+        path = tmp_path / file.path
+        path.write_bytes(bytes(path.stat().st_size))
+    loop, checkpointer = started(tmp_path)
+    with pytest.raises(OtherArithmetic):
+        checkpointer.resume()
+    loop, checkpointer = started(tmp_path)
+    checkpointer.resume(step=STEPS)  # whose records are all of this processor
+    assert same(loop.state(), here)
+    checkpointer.close(save=False)
+
+
 def test_approximation_is_only_between_processors(tmp_path, monkeypatch):
     loop, checkpointer = started(tmp_path)
     checkpointer.resume()

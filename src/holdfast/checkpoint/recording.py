@@ -179,7 +179,9 @@ class LogBackend(DurabilityBackend):
         is_local = training.ranks.alone or training.is_elementwise
         if not is_local or self._peers is not None or is_older:
             return nullcontext()
-        self._follower = Follower(store, training.state, training.update_again, training.ranks.rank)
+        self._follower = Follower(
+            store, training.state, training.update_again, training.ranks.rank, asked.approximate
+        )
         return self._follower
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:

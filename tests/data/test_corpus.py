@@ -126,10 +126,10 @@ def test_a_text_that_was_changed_in_place_is_another(folder):
 
 def test_a_renamed_file_is_refused_by_its_cause(folder):
     state = step_loader(Corpus(str(folder), context=4), 2, 2).state_dict()
-    os.rename(folder / "z.txt", folder / "zz.txt")
+    os.rename(folder / "a.txt", folder / "aa.txt")
     with pytest.raises(RunMismatch, match="its files have other names"):
         step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
-    (folder / "zz.txt").write_bytes((folder / "zz.txt").read_bytes()[::-1])
+    (folder / "aa.txt").write_bytes((folder / "aa.txt").read_bytes()[::-1])
     with pytest.raises(RunMismatch, match="the data is not what the run was trained on"):
         step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
 

@@ -111,5 +111,6 @@ def train(
                 say(not_back=type(error).__name__, stays_at=checkpointer.steps_done)
                 say(unchanged=whole_state(model, optimizer) == digests[step])
     checkpointer.wait()
+    dist.barrier()  # the first rank serves the others until all know
     checkpointer.close(save=False)
     say(digests=digests, finished=True)

@@ -57,9 +57,9 @@ def operations_of(state: LiveState, updates: Iterable[Mapping[str, Any]], after_
     """
     if after_update or not all(map(is_elementwise, state.optimizers)):
         return list(GROUPS)
-    needed = {"linear"}
+    needed, kinds = {"linear"}, dict(enumerate(map(type, state.optimizers)))
     for update in updates:
-        has_roots = not isinstance(state.optimizers[update["optimizer"]], torch.optim.SGD)
+        has_roots = kinds.get(update["optimizer"]) is not torch.optim.SGD
         for group in update["groups"]:
             needed |= {"fused"} if group.get("fused") else {"roots"} if has_roots else set()
     if any(p.parameter.element_size() < LEAST_EXACT for p in state.parameters if state.is_trained(p)):
@@ -154,7 +154,7 @@ def _fused_halves(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
 def _short_pairs(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pieces of two tensors in 16 bits, of a length that ends within a vector of any processor."""
     for dtype in (torch.bfloat16, torch.float16):
-        for first, second in zip(a[:1008].to(dtype).split(63), b[:1008].to(dtype).split(63), strict=True):
+        for first, second in zip(a[:252].to(dtype).split(63), b[:252].to(dtype).split(63), strict=True):
             yield first.clone(), second.clone()
 
 

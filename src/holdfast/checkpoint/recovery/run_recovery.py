@@ -299,7 +299,7 @@ class _Search:
 
         def refused() -> OtherArithmetic | None:
             try:
-                line = Lineage.of(self.store, self.store.load(ref), self.target, self.tip, journals)
+                line = self._line(ref, self.target, journals)
                 line.refuse_other_model(self.state)
                 line.refuse_other_arithmetic(self.state, self.after_update is not None, ranks.rank)
             except OtherArithmetic as error:
@@ -314,15 +314,20 @@ class _Search:
             those = shown([f"rank {rank}" for rank in found])
             raise OtherArithmetic(f"on {those} of {ranks.world_size}: {error}", error.step)
 
-    def _replayed(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
-        """Return the line up to ``target``, with the state at its end."""
+    def _line(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
+        """Return the line up to ``target``, which belongs to this script."""
         line = Lineage.of(self.store, self.store.load(ref), target, self.tip, journals)
-        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         if self.continuing:
             line.end_before_feedback()
         self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
         _refuse_other_updates(line, self.after_update is not None)
         _refuse_other_members(line, self.state)
+        return line
+
+    def _replayed(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
+        """Return the line up to ``target``, with the state at its end."""
+        line = self._line(ref, target, journals)
+        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         line.watch = self.watch or line.watch
         line.allows_approximation = self.approximate
         # from here on the state is at no point, until all is replayed

@@ -88,3 +88,13 @@ def test_replicas_take_records_of_another_kind_only_by_request(world, tmp_path):
     assert not [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "drift"]
     again = ended(world.run(2, steps=8, **beside))
     assert again[0]["resumed"] == 7 and again[0]["digests"]["7"] == found[0]["digests"]["7"]
+
+
+def test_copies_are_equal_after_an_approximate_resume(world, tmp_path):
+    """Under DDP each rank has replayed all of them, and the ranks round otherwise."""
+    order = {"kind": "ddp", "root": tmp_path / "run"}
+    ended(world.run(2, steps=5, **order))
+    found = ended(world.run(2, steps=5, others=[1], falls_back=True, **order))
+    assert not [e for e in read_events(tmp_path / "run" / "events.jsonl") if e.get("different")]
+    again = ended(world.run(2, steps=5, **order))
+    assert again[0]["digests"]["5"] == found[0]["digests"]["5"]

@@ -39,6 +39,7 @@ from ...store.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
 from ..arithmetic import arithmetic_here, depends_on_products, recorded_settings, settings_warnings
+from ..rank_consistency import give_to_others
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, Reached, ReplayMismatch
@@ -374,6 +375,10 @@ class _Search:
         others = _other_members(line, self.state)
         same_cut = self._has_same_cut(line, others)
         is_approximate = any(self.ranks.everyone(line.is_approximate))
+        if is_approximate and not self.ranks.alone:
+            give_to_others(
+                self.state, self.ranks
+            )  # copies that were replayed on other kinds of processors differ
         own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
         lost = line.residuals_lost or (own_residuals and len(line.chains) != self.ranks.world_size)
         if lost or line.residuals_dropped:

@@ -45,7 +45,7 @@ def arithmetic_here(state: LiveState) -> dict[str, dict[str, str]]:
 
 @cache
 def arithmetic_of(device: torch.device) -> dict[str, str]:
-    """Return the digests of one device by group of operations. Takes about a millisecond, once per process."""
+    """Return the digests of one device by group of operations. Takes some milliseconds, once per process."""
     first, second = _fixed_numbers()
     return {name: _digest(compute, first, second, device) for name, compute in GROUPS.items()}
 

@@ -204,7 +204,7 @@ class Checkpointer:
             mean = mean_seconds_between_failures
             refuse_unequal(
                 ranks, remote=remote, every=every, grace_seconds=grace_seconds, drives=places,
-                mean_seconds_between_failures=mean,
+                mean_seconds_between_failures=mean, keep=self._options.keep, wait_each_step=wait_each_step,
             )  # fmt: skip
             refuse_with_nodes(ranks, nodes, replica, disk)
             self._peers = None if nodes is None else NodePeers(ranks, nodes, deadline_seconds, remote)

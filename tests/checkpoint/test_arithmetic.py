@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -17,25 +16,15 @@ from holdfast.checkpoint.log import log_records
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NoCommit, OtherArithmetic
 from holdfast.opening import source_of
+from holdfast.state.live_state import LiveState
+from holdfast.state.progress import hyper_parameters
 from holdfast.store.commit.retention import Keep
+from support.other_processor import other_processor
 from support.warm_python import call, environment_of
 from test_checkpointer import ADAMW, go_on
 
 STEPS = 8
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def other_processor():
-    """Compute square roots as a processor does that rounds all of them up."""
-    root = torch.Tensor.sqrt
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "sqrt", lambda x: torch.nextafter(root(x), x.new_full((), torch.inf)))
-        arithmetic.arithmetic_of.cache_clear()
-        try:
-            yield
-        finally:
-            arithmetic.arithmetic_of.cache_clear()
 
 
 def started(root, optimizer=ADAMW, **options):
@@ -122,6 +111,29 @@ def test_an_optimizer_without_roots_is_replayed_exactly(tmp_path):
     checkpointer.close(save=False)
 
 
+def test_records_of_two_processors_behind_one_base_are_refused(tmp_path):
+    """The base between them is damaged, and the one before it was made on this processor."""
+    loop, checkpointer = started(tmp_path)
+    checkpointer.resume()
+    here = killed(loop, checkpointer, STEPS)
+    with other_processor():
+        loop, checkpointer = started(tmp_path)
+        with pytest.warns(UserWarning, match="arithmetic of this machine"):
+            checkpointer.resume(exactness="approximate")
+        killed(loop, checkpointer, STEPS + 2)
+    between = manifests(tmp_path)[0]
+    assert between.step == STEPS
+    (tmp_path / between.path).write_bytes(b"damaged")
+    loop, checkpointer = started(tmp_path)
+    with pytest.raises(OtherArithmetic):
+        checkpointer.resume()
+    loop, checkpointer = started(tmp_path)
+    with pytest.warns(UserWarning, match="fails its own digest"):
+        assert checkpointer.resume(step=STEPS) == STEPS  # whose records are all of this processor
+    assert same(loop.state(), here)
+    checkpointer.close(save=False)
+
+
 def test_approximation_is_only_between_processors(tmp_path, monkeypatch):
     loop, checkpointer = started(tmp_path)
     checkpointer.resume()
@@ -199,7 +211,28 @@ def test_digests_do_not_depend_on_the_precision_of_products():
 def test_one_fused_group_leaves_the_roots_of_others():
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([{"params": [a], "fused": True}, {"params": [b]}])
-    assert arithmetic.operations_of([optimizer], after_update=False) == ["linear", "roots", "fused"]
+    state = LiveState(nn.ParameterList([a, b]), [optimizer])
+    update = {"optimizer": 0, "groups": hyper_parameters(optimizer.param_groups)}
+    assert arithmetic.operations_of(state, [update], after_update=False) == ["linear", "roots", "fused"]
+
+
+def test_a_script_that_now_says_fused_is_refused_records_of_roots(tmp_path):
+    """The replay uses what the records have, whatever the script gives its optimizer now."""
+    trained_elsewhere(tmp_path)
+    loop, checkpointer = started(tmp_path, partial(torch.optim.AdamW, lr=0.01, fused=True))
+    before = loop.state()
+    with pytest.raises(OtherArithmetic) as refused:
+        checkpointer.resume()
+    assert refused.value.step == 0 and same(loop.state(), before)
+
+
+def test_fused_records_need_no_roots_whatever_the_script_says_now(tmp_path):
+    there = trained_elsewhere(tmp_path, partial(torch.optim.AdamW, lr=0.01, fused=True))
+    loop, checkpointer = started(tmp_path, partial(torch.optim.AdamW, lr=0.01))
+    with pytest.warns(UserWarning, match=r"param_groups\[0\]\['fused'\] is True"):
+        assert checkpointer.resume() == STEPS
+    assert same(loop.state(), there)
+    checkpointer.close(save=False)
 
 
 def test_the_refusal_passes_to_another_process():

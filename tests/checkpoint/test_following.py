@@ -14,9 +14,10 @@ from torch import nn
 from checkpoint.loops import cut_small
 from holdfast import Checkpointer
 from holdfast.checkpoint.recovery import following
-from holdfast.errors import HoldfastError, RunMismatch
+from holdfast.errors import HoldfastError, OtherArithmetic, RunMismatch
 from holdfast.supervised.attempt import Supervisor
 from holdfast.supervised.standing_by import VARIABLE
+from support.other_processor import other_processor
 from support.switching import copy_often
 
 
@@ -67,15 +68,15 @@ class Job:
 class Standby:
     """A second job that waits in ``resume()`` for the run of another one."""
 
-    def __init__(self, run, **options):
-        self.job = Job(run, seed=1, **options)
+    def __init__(self, run, exactness="state", **options):
+        self.job, self._exactness = Job(run, seed=1, **options), exactness
         self.error = None
         self._thread = threading.Thread(target=self._resume, daemon=True)
         self._thread.start()
 
     def _resume(self):
         try:
-            self.job.ckpt.resume()
+            self.job.ckpt.resume(exactness=self._exactness)
         except BaseException as error:
             self.error = error
 
@@ -126,6 +127,34 @@ def test_state_follows_and_a_takeover_loads_nothing(tmp_path):
     whole.steps(8)
     whole.ckpt.close()
     assert job.equals(whole)
+
+
+def test_a_standby_of_another_processor_follows_by_request(tmp_path):
+    with other_processor():
+        first = Job(tmp_path / "run")
+        first.ckpt.resume()
+        first.steps(3)
+    with pytest.warns(UserWarning, match="with the arithmetic of this machine"):
+        standby = Standby(tmp_path / "run", exactness="approximate")
+        standby.until(lambda: standby.reached == 3)
+        first.ckpt.close(save=False)
+        job = standby.takes_over()
+    assert (job.ckpt.steps_done, job.ckpt.exactness) == (3, "approximate") and not job.equals(first)
+    assert "followed to step 3, and 0 records replayed" in job.ckpt._backend.recovered_by
+    job.ckpt.close(save=False)
+
+
+def test_a_standby_of_another_processor_is_refused_the_takeover(tmp_path):
+    with other_processor():
+        first = Job(tmp_path / "run")
+        first.ckpt.resume()
+        first.steps(3)
+    standby = Standby(tmp_path / "run")
+    time.sleep(0.1)  # it looks, and says once why it does not follow
+    assert standby.reached == -1
+    first.ckpt.close(save=False)
+    standby._thread.join(20)
+    assert isinstance(standby.error, OtherArithmetic) and standby.error.step == 0
 
 
 def test_takeover_replays_what_came_since(tmp_path, monkeypatch):

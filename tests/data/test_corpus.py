@@ -124,6 +124,16 @@ def test_a_text_that_was_changed_in_place_is_another(folder):
     step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
 
 
+def test_a_renamed_file_is_refused_by_its_cause(folder):
+    state = step_loader(Corpus(str(folder), context=4), 2, 2).state_dict()
+    os.rename(folder / "a.txt", folder / "aa.txt")
+    with pytest.raises(RunMismatch, match="its files have other names"):
+        step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
+    (folder / "aa.txt").write_bytes((folder / "aa.txt").read_bytes()[::-1])
+    with pytest.raises(RunMismatch, match="the data is not what the run was trained on"):
+        step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
+
+
 def test_a_state_of_before_content_was_looked_at_goes_on(folder):
     state = step_loader(Corpus(str(folder), context=4), 2, 2).state_dict()
     del state["fingerprint"]["content"]

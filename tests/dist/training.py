@@ -368,6 +368,9 @@ def train(
     keep_best: int | None = None,
     values: dict[str, float] | None = None,
     own_values: bool = False,
+    valueless: int | None = None,
+    keeps_more: int | None = None,
+    dies_at_best: tuple[int, int] | None = None,
     least_storage: int | None = None,
     tiny: bool = False,
     unfreeze_at: int | None = None,
@@ -519,7 +522,7 @@ def train(
         lose_payload(Path(root), f"rank-{rank:05d}", unread[str(rank)])
     before = left_here()
     say(before=before)
-    keep = Keep(keep_last, keep_every, best=keep_best, metric=keep_best and "loss")
+    keep = Keep(keep_last + (rank == keeps_more), keep_every, best=keep_best, metric=keep_best and "loss")
     with Checkpointer(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=keep, **options
     ) as checkpointer:
@@ -587,6 +590,9 @@ def train(
                 digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             value = (values or {}).get(str(step))
+            if dies_at_best == [rank, step]:  # between the metric and the base
+                checkpointer._save_snapshot = lambda again: os.kill(os.getpid(), signal.SIGKILL)
+            value = None if rank == valueless else value
             checkpointer.step(None if value is None else {"loss": value + rank * own_values})
             if stuck_at is not None and (rank, step) == tuple(stuck_at):  # as in a collective
                 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()

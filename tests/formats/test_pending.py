@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from holdfast.errors import Damaged
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.pending_updates import PendingUpdates
+from holdfast.optim.mezo import noise_digest
 from holdfast.state.tensor_entries import TensorEntry
 
 SLOTS = {"param": torch.zeros(3), "step": torch.tensor(0.0), "seed": torch.tensor(1)}
@@ -48,3 +51,11 @@ def test_an_update_is_taken_out_of_the_progress(slope):
 def test_an_update_of_no_sense_is_refused_by_the_commit(changes):
     with pytest.raises(Damaged, match=r"run/commits/7 has an update of MeZO that does not read as one"):
         pending(**changes)
+
+
+@pytest.mark.parametrize("slope, warns", [(0.5, True), (None, False)])
+def test_an_update_that_another_processor_drew_is_said(slope, warns):
+    told = {"slope": slope, "groups": GROUPS, "drawn": "of another"}
+    with pytest.warns(UserWarning, match="run/commits/7: the last step of MeZO") if warns else nullcontext():
+        pending(mezo=told)
+    pending(mezo={**told, "drawn": noise_digest()})

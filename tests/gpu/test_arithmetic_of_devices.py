@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from checkpoint.test_arithmetic import other_processor
 from dist.training import muon
 from gpu.processes import HERE, ended, largest_differences, started
 from gpu.training import DEVICE
@@ -19,7 +18,9 @@ from holdfast.checkpoint import arithmetic
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import OtherArithmetic
 from holdfast.optim import Apollo
+from holdfast.state.live_state import LiveState
 from holdfast.store.commit.retention import Keep
+from support.other_processor import other_processor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,8 +144,10 @@ def test_records_of_another_device_are_exact_or_refused(tmp_path, optimizer, way
     replayed unasked."""
     cpu = torch.device("cpu")
     notes = arithmetic.arithmetic_of(HERE), elsewhere(arithmetic.arithmetic_of, cpu)
-    needed = arithmetic.operations_of([small(optimizer, cpu)[1]], after_update=False)
-    apart = arithmetic.largest_differences({"a": notes[0]}, {"b": notes[1]}, needed)
+    model, made = small(optimizer, cpu)
+    update = {"optimizer": 0, "groups": made.param_groups}
+    needed = arithmetic.operations_of(LiveState(model, [made]), [update], after_update=False)
+    apart = arithmetic.differing({"a": notes[0]}, {"b": notes[1]}, needed)
     print(f"{HERE} and the other place differ in {apart} of {needed}")
 
     def at_home(steps, **asked):

@@ -8,11 +8,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 lightning = pytest.importorskip("lightning.pytorch")
 
-from checkpoint.test_arithmetic import other_processor  # noqa: E402
 from holdfast.errors import OtherArithmetic  # noqa: E402
 from holdfast.integrations import lightning as of_lightning  # noqa: E402
 from holdfast.integrations import transformers as of_transformers  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted  # noqa: E402
+from support.other_processor import other_processor  # noqa: E402
 from trainer_run import make  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # of Lightning, about workers and the like

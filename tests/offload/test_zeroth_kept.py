@@ -13,6 +13,7 @@ import holdfast
 from holdfast import failpoints
 from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Step
+from holdfast.optim import mezo as mezo_module
 from holdfast.optim.mezo import PENDING, Delta
 from holdfast.schedule.work import StepShape
 from holdfast.store.run_store import LocalStore
@@ -57,6 +58,14 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, stop, placem
         assert (engine.steps_done, engine.resumed_from) == (stop, stop)
         assert steps(engine, STEPS) == losses[stop:]
     assert differing(stored(kept), states[-1]) == []
+
+
+def test_a_resume_where_another_direction_is_drawn_is_said(tmp_path, monkeypatch):
+    kept = killed_after(tmp_path / "run", 1, tmp_path / "kept")
+    monkeypatch.setattr(mezo_module, "noise_digest", lambda: "of another processor")
+    with pytest.warns(UserWarning, match="the last step of MeZO is drawn again here"):
+        engine = offload(model(), kept)
+    engine.give_up()
 
 
 @pytest.mark.slow

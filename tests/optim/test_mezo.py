@@ -77,6 +77,18 @@ def test_a_direction_is_normal_and_another_for_each_seed_step_and_slice():
         assert all(abs((one * other).mean()) < 5 / math.sqrt(size) for other in found[:i])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_direction_is_one_whatever_the_default_dtype(dtype):
+    """A script may have another than the command that reads its run."""
+    before = noise(1, 2, 0, 100)
+    torch.set_default_dtype(dtype)
+    try:
+        found = noise(1, 2, 0, 100)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32 and torch.equal(found, before)
+
+
 @pytest.mark.parametrize("elements", [1, 15, 16, 17, 63, 64, 65, 200])
 def test_any_part_moves_as_it_does_within_the_whole(monkeypatch, elements):
     monkeypatch.setattr(mezo, "SLICE_ELEMENTS", 64)

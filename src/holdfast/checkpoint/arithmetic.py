@@ -14,7 +14,7 @@ afterwards. Called where progress is recorded, by replay and replicas, and by re
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from ..accelerators import current_kind
 from ..optim.kinds import is_elementwise
 from ..optim.torch_threads import set_torch_threads
 from ..state.live_state import LiveState
+from ..state.plain_tensors import host_bytes
 
 ELEMENTS = 8192
 """Number of elements of the fixed numbers. About one in 140 differs between the vector libraries of two processors."""
@@ -44,36 +45,42 @@ def arithmetic_here(state: LiveState) -> dict[str, dict[str, str]]:
 
 @cache
 def arithmetic_of(device: torch.device) -> dict[str, str]:
-    """Return the digests of one device by group of operations. Takes about a millisecond, once per process."""
+    """Return the digests of one device by group of operations. Takes some milliseconds, once per process."""
     first, second = _fixed_numbers()
     return {name: _digest(compute, first, second, device) for name, compute in GROUPS.items()}
 
 
-def operations_of(optimizers: Sequence[torch.optim.Optimizer], after_update: bool) -> list[str]:
-    """Return the groups of operations on which the bits of an update may depend; all where that is unknown."""
-    if after_update or not all(map(is_elementwise, optimizers)):
+def operations_of(state: LiveState, updates: Iterable[Mapping[str, Any]], after_update: bool) -> list[str]:
+    """Return the groups of operations on which the bits of recorded ``updates`` may depend; all where that is unknown.
+
+    A replay uses the hyper-parameters of the record, ``fused`` among them, whatever the optimizers were made with.
+    """
+    if after_update or not all(map(is_elementwise, state.optimizers)):
         return list(GROUPS)
-    needed = {"linear"}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if group.get("fused"):
-                needed.add("fused")
-            elif not isinstance(optimizer, torch.optim.SGD):
-                needed.add("roots")
+    needed, kinds = {"linear"}, dict(enumerate(map(type, state.optimizers)))
+    for update in updates:
+        has_roots = kinds.get(update["optimizer"]) is not torch.optim.SGD
+        for group in update["groups"]:
+            needed |= {"fused"} if group.get("fused") else {"roots"} if has_roots else set()
+    if any(p.parameter.element_size() < LEAST_EXACT for p in state.parameters if state.is_trained(p)):
+        needed |= {"halves", "fused halves"} if "fused" in needed else {"halves"}
     return [name for name in GROUPS if name in needed]
 
 
 def differing(there: Arithmetic, here: Arithmetic, operations: Sequence[str]) -> list[str]:
     """Return those of ``operations`` whose results differ between two machines; none if one of them noted nothing.
 
-    One type of device is compared with another, which may compute alike.
+    One type of device is compared with another, which may compute alike. A group that an earlier version did not note
+    is not compared.
     """
     if not there or not here:
         return []
     if len(there) != len(here):
         return list(operations)
     pairs = list(zip(there.values(), here.values(), strict=True))
-    return [name for name in operations if any(a.get(name) != b.get(name) for a, b in pairs)]
+    return [
+        name for name in operations if any(name in a and name in b and a[name] != b[name] for a, b in pairs)
+    ]
 
 
 def _fixed_numbers() -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +98,7 @@ def _digest(compute: Compute, first: torch.Tensor, second: torch.Tensor, device:
     try:
         with torch.autocast(device.type, enabled=False):
             results = compute(first.to(device), second.to(device))
-            return xxhash.xxh3_64_hexdigest(b"".join(each.cpu().numpy().tobytes() for each in results))
+            return xxhash.xxh3_64_hexdigest(b"".join(host_bytes(each).tobytes() for each in results))
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError, TypeError):
@@ -126,11 +133,44 @@ def _others(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     return [left @ right, a.rsqrt(), b.exp(), a[:1024].norm()]
 
 
+def _halves(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    """Compute on 16-bit numbers, which are rounded otherwise in whole vectors than behind the last one."""
+    return [
+        found
+        for first, second in _short_pairs(a, b)
+        for found in (
+            *_linear(first, second),
+            first.sqrt(),
+            first.div(second),
+            first.addcdiv(second, first.add(1e-2), value=-0.01),
+        )
+    ]
+
+
+def _fused_halves(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    return [found for first, second in _short_pairs(a, b) for found in _fused(first, second)]
+
+
+def _short_pairs(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pieces of two tensors in 16 bits, of a length that ends within a vector of any processor."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for first, second in zip(a[:252].to(dtype).split(63), b[:252].to(dtype).split(63), strict=True):
+            yield first.clone(), second.clone()
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    """Multiply matrices in bf16, as Muon does."""
+    return [a[:2048].bfloat16().view(32, 64) @ b[:2048].bfloat16().view(64, 32)]
+
+
 GROUPS: dict[str, Compute] = {
     "linear": _linear,
     "roots": _roots,
     "fused": _fused,
     "others": _others,
+    "halves": _halves,
+    "fused halves": _fused_halves,
+    "products": _products,
 }
 """The operations of optimizers, by the groups that are compared one by one."""
 DESCRIPTIONS = {
@@ -138,6 +178,9 @@ DESCRIPTIONS = {
     "roots": "roots, quotients and powers",
     "fused": "fused updates",
     "others": "matrix products, exponentials and norms",
+    "halves": "updates in 16 bits",
+    "fused halves": "fused updates in 16 bits",
+    "products": "matrix products in 16 bits",
 }
 """The groups in words."""
 

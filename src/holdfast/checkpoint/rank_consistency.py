@@ -28,7 +28,10 @@ from ..quantities import MiB, packed, shown
 from ..state.layout.regions import AnyRegion, ReplicatedRegion, copies, owners, refuse_gaps
 from ..state.live_state import BUFFERS, LiveState
 from ..state.quantised_slots import refuse_unequal_quantisation
+from .capture.staging_buffers import tensors_of
 from .capture.state_digests import digests
+from .snapshot.snapshot_chunks import UNIT_BYTES
+from .snapshot.snapshot_image import image_of
 
 BYTES_PER_STEP = 16 * MiB
 """Bytes of parameters that are digested, with their optimizer state, at the end of one step."""
@@ -314,3 +317,39 @@ def _store_together(
                     if other != rank and held_by[other].get(name, (None, 0))[0] == region:
                         stored[other].discard(name)
                 stored[rank] |= {name} & held_by[rank].keys()
+
+
+def give_to_others(state: LiveState, ranks: Ranks) -> None:
+    """Send what this rank stores of ``state`` to ranks that hold the same regions, and receive theirs.
+
+    Called after a recovery in which some rank could not bring forward what another one stores, or not to the same bits.
+    Collective: every rank must call this.
+    """
+    stored = {p.name for p in state.stored}
+    lacking = {name: box for name, box in state.boxes.items() if name not in stored}
+    wanted = {pair for each in ranks.everyone(lacking) for pair in each.items()}
+    offered = _divided(state, [p.name for p in state.stored if (p.name, state.boxes[p.name]) in wanted])
+    values = state.values()
+    gathered = ranks.everyone((offered, values))
+    for rank, (groups, its_values) in enumerate(gathered):
+        taken = {name for group in groups for name, box in group.items() if lacking.get(name) == box}
+        for group in groups:
+            image = ranks.spread(_image(state, group) if rank == ranks.rank else None, rank)
+            tensors = tensors_of(image.numpy().data)
+            state.load({key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in taken})
+        state.load_values({name: slots for name, slots in its_values.items() if name in taken})
+
+
+def _divided(state: LiveState, names: list[str]) -> list[dict[str, AnyRegion]]:
+    """Return ``names`` with their regions, joined to groups of about the size of a chunk."""
+
+    def nbytes(name: str) -> int:
+        return sum(atom.nbytes for atom, _ in state.owned(state.parameter(name)).values())
+
+    return [{name: state.boxes[name] for name in group} for group in packed(names, nbytes, UNIT_BYTES)]
+
+
+def _image(state: LiveState, names: dict[str, AnyRegion]) -> torch.Tensor:
+    held = [state.owned(state.parameter(name)) for name in names]
+    image = image_of({key: tensor for each in held for key, (_, tensor) in each.items()})
+    return torch.frombuffer(image, dtype=torch.uint8)

@@ -38,7 +38,7 @@ from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
 from .recovery.following import Follower
-from .recovery.lineage import Lineage, Reached
+from .recovery.lineage import Reached
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.rollback import HostCopy, LivingScript, line_to, reachable_step
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
@@ -179,7 +179,9 @@ class LogBackend(DurabilityBackend):
         is_local = training.ranks.alone or training.is_elementwise
         if not is_local or self._peers is not None or is_older:
             return nullcontext()
-        self._follower = Follower(store, training.state, training.update_again, training.ranks.rank)
+        self._follower = Follower(
+            store, training.state, training.update_again, training.ranks.rank, asked.approximate
+        )
         return self._follower
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
@@ -561,14 +563,8 @@ class LogBackend(DurabilityBackend):
         return self.pace.copies_differ
 
     def prepare_rollback(self, step: int, nearest: bool) -> int:
-        ranks, state = self._training.ranks, self._training.state
-        self.pace.abandon(ranks)
-        seen, updates = self._seen(step), self._training.after_update is not None
-
-        def refuse(line: Lineage) -> None:
-            line.refuse_other_arithmetic(state, updates, ranks.rank)
-
-        return min(ranks.all_do(lambda: reachable_step(seen, state, step, nearest, refuse)))
+        self.pace.abandon(self._training.ranks)
+        return reachable_step(self._seen(step), self._training, step, nearest)
 
     def _seen(self, target: int) -> LocalStore:
         """Return the run as it can be read: the directory, or that of all nodes.

@@ -170,9 +170,8 @@ class ReplicaBackend(DurabilityBackend):
 
         The last step becomes a base by what the replica has, if it is asked for.
         """
-        training, store = self._training, self._store
-        self.replica.settle(makes_base=step == training.steps_done)
-        return min(training.ranks.all_do(lambda: reachable_step(store, training.state, step, nearest)))
+        self.replica.settle(makes_base=step == self._training.steps_done)
+        return reachable_step(self._store, self._training, step, nearest)
 
     def go_back(
         self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None

@@ -164,12 +164,20 @@ class SampleLoader:
                 f"the run's loader was not holdfast.loader: it kept {', '.join(map(str, state))}. Give the one that it"
                 " was trained with, or start a run in another directory."
             )
-        for key, stored in state["fingerprint"].items():
-            if self.fingerprint.get(key) != stored:
-                raise RunMismatch(
-                    f"the data is not what the run was trained on: {key} was {stored}, now it is "
-                    f"{self.fingerprint.get(key)}. Give the same data, or start a run in another directory."
-                )
+        there, here = state["fingerprint"], self.fingerprint
+        others = [key for key, stored in there.items() if here.get(key) != stored]
+        if others == ["xxh3"] and "content" in there:  # of a Corpus: names, and where files end
+            raise RunMismatch(
+                "the text has the content that the run was trained on, and its files have other names or other ends:"
+                " they were renamed, moved within the text, or divided otherwise. Give them back the names that they"
+                " had, which are part of the run, or start a run in another directory."
+            )
+        if others:
+            key = others[0]
+            raise RunMismatch(
+                f"the data is not what the run was trained on: {key} was {there[key]}, now it is {here.get(key)}."
+                " Give the same data, or start a run in another directory."
+            )
         self.close()
         self.seed, self.consumed = state["seed"], state["consumed"]
 

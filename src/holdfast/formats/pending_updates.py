@@ -45,6 +45,8 @@ class PendingUpdates:
                 path=path,
             ) from error
         progress.pop(PENDING, None)
+        if self._delta is not None:
+            self._delta.warn_of_other_noise(path)
 
     def _take(self, name: str, group: int) -> None:
         assert self._delta is not None

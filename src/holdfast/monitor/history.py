@@ -139,7 +139,8 @@ class History:
         """The configuration of ``holdfast train``."""
         self.other_events: list[dict[str, Any]] = []
         """Events other than steps."""
-        self.validations: list[tuple[int, float]] = []
+        self.validations: list[tuple[int, float | None]] = []
+        """Steps with their losses on held-out text; None for a loss that is no finite number."""
         self.last_time: float | None = None
         self.num_unreadable = 0
         self.newest: dict[str, Any] = {}
@@ -186,7 +187,8 @@ class History:
         elif name == "closed":
             self.sitting.closed = event
         elif name == "validation":
-            self.validations.append((event["step"], event["loss"] + 0.0))
+            loss = event["loss"]
+            self.validations.append((event["step"] + 0, None if loss is None else loss + 0.0))
         elif name in TOLD:
             if name == "run":
                 self.config = event.get("config", {})

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,13 +136,16 @@ class Delta:
 
     slope: float | None
     groups: tuple[dict[str, float], ...]
+    drawn: str = ""
+    """The ``noise_digest`` of the processor that ``z`` was drawn on; empty in commits of earlier versions."""
 
     @classmethod
     def of(cls, plus: float, minus: float, groups: Sequence[Mapping[str, Any]]) -> Delta:
         """Return the change that follows from the losses at the two displaced points."""
         finite = math.isfinite(plus) and math.isfinite(minus)
         slope = (plus - minus) / (2 * epsilon_of(groups)) if finite else None
-        return cls(slope, tuple({name: float(g[name]) for name in ("lr", "weight_decay")} for g in groups))
+        rates = tuple({name: float(g[name]) for name in ("lr", "weight_decay")} for g in groups)
+        return cls(slope, rates, noise_digest())
 
     def apply(self, value: torch.Tensor, seed: torch.Tensor, step: torch.Tensor, group: int) -> None:
         """Apply the step to a parameter of ``group`` and to its step count, in place."""
@@ -162,11 +167,21 @@ class Delta:
             values[here].copy_(value - z.to(value.device).mul_(rate * self.slope))
 
     def to_json(self) -> dict[str, Any]:
-        return {"slope": self.slope, "groups": list(self.groups)}
+        return {"slope": self.slope, "groups": list(self.groups), "drawn": self.drawn}
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> Delta:
-        return cls(item["slope"], tuple(item["groups"]))
+        return cls(item["slope"], tuple(item["groups"]), str(item.get("drawn", "")))
+
+    def warn_of_other_noise(self, where: str) -> None:
+        """Warn if the last step of the commit ``where`` was drawn on another kind of processor than this one."""
+        if self.slope is not None and self.drawn not in ("", noise_digest()):
+            warnings.warn(
+                f"{where}: the last step of MeZO is drawn again here, and this processor or torch draws normal numbers"
+                " with other last bits than the one that trained, so last bits of the weights may differ from those of"
+                " training. For the same bits resume there, and call save() or close() of the engine first.",
+                stacklevel=3,
+            )
 
 
 def displace(
@@ -189,7 +204,14 @@ def noise(seed: int, step: int, start: int, stop: int) -> torch.Tensor:
     ``seed`` is the parameter's seed, ``step`` the number of steps that it has done.
     """
     generator = torch.Generator().manual_seed(_drawn(seed, step, start // SLICE_ELEMENTS))
-    return torch.randn(stop - start, generator=generator, device="cpu")
+    # the script that trains and a command that reads the run may have different default dtypes
+    return torch.randn(stop - start, generator=generator, device="cpu", dtype=torch.float32)
+
+
+@cache
+def noise_digest() -> str:
+    """Return a digest of fixed normal numbers, by which processors that round them otherwise are told apart."""
+    return hashlib.blake2b(noise(0, 0, 0, 8192).numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def epsilon_of(groups: Sequence[Mapping[str, Any]]) -> float:

@@ -27,7 +27,7 @@ from ...state.layout.regions import is_distributed, local_of
 from ...state.live_state import BUFFERS, LiveState
 from ...state.plain_tensors import flat_bytes
 from ...state.progress import draw_again, load_hyper_parameters
-from ..arithmetic import autocast_as
+from ..arithmetic import arithmetic_here, autocast_as
 from ..capture.closures import closure_again
 from ..capture.optimizer_hooks import CONSUMED, Update, scale
 from ..capture.staging_buffers import AsyncHostCopy, tensors_of
@@ -39,6 +39,8 @@ from .recorder import FinalizedStep
 
 FOLLOWS = "follows"
 """The key of the digest of the state that a record follows, in records after a snapshot that the script asked for."""
+ARITHMETIC = "arithmetic"
+"""The key of the digests of the writer's arithmetic, in the first record that a process writes in a timeline."""
 SAMPLES = ""
 """The key, beside those of buffers, of the bytes from which the fingerprint is made."""
 
@@ -56,7 +58,7 @@ class RecordBuilder:
         self._shortens = shortens
         self._progress: dict[str, Any] | None = None
         """The progress of the record before, with full texts; None if the next record must not depend on it."""
-        self._forgotten = False
+        self._forgotten, self._is_first = False, True
         self._follows: tuple[int, str] | None = None
         """A step, and the digest of the state that the record after it follows; None if records lead there."""
         self._kinds = {key: (atom.dtype, atom.shape) for key, (atom, _) in state.buffers().items()}
@@ -87,7 +89,9 @@ class RecordBuilder:
         about: dict[str, Any] = {"base": base_step, "updates": [], "buffers": None, "progress": told}
         if self._follows is not None and self._follows[0] == step - 1:
             about[FOLLOWS] = self._follows[1]
-        self._follows = None
+        if self._is_first:  # a base before it may be of another kind of processor
+            about[ARITHMETIC] = arithmetic_here(state)
+        self._follows, self._is_first = None, False
         for update in updates:
             assert update.slot is not None and update.part is not None
             about["updates"].append({**update.about(), "part": len(parts)})

@@ -49,8 +49,11 @@ class Follower:
         state: LiveState,
         after_update: Callable[[int], None] | None = None,
         rank: int = 0,
+        approximate: bool = False,
     ) -> None:
+        """Follow with ``rank``; with ``approximate`` also records of another kind of processor."""
         self._store, self._state, self._after_update, self._rank = store, state, after_update, rank
+        self._approximate = approximate
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="holdfast-follower", daemon=True)
         self._headers = _Headers()
@@ -108,7 +111,7 @@ class Follower:
         if reached is not None and line.reached(self._rank) == reached:
             return
         self.reached, self._failed, self.has_begun = None, refs[0], True
-        line.ends_early = self._over.is_set
+        line.ends_early, line.allows_approximation = self._over.is_set, self._approximate
         line.watch = RecoveryProgress(self._refuse_when_over)
         line.replay_into(self._state, self._rank, self._after_update, reached)
         self.reached, self._failed = line.reached(self._rank), None

@@ -36,6 +36,7 @@ from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
 from ..arithmetic import (
     DESCRIPTIONS,
+    Arithmetic,
     arithmetic_here,
     computing_as,
     depends_on_products,
@@ -45,7 +46,7 @@ from ..arithmetic import (
 )
 from ..capture.state_digests import digest_of
 from ..compression.codecs import ShardingMismatch, Spreads
-from ..log.log_records import FOLLOWS, FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
+from ..log.log_records import ARITHMETIC, FOLLOWS, FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 from ..log.recorder import BOUND
 from ..snapshot.snapshot_chunks import SnapshotShard
 from ..snapshot.snapshot_state import strides_of
@@ -206,9 +207,10 @@ class Lineage:
         streams = set(self.chains)
         if rank is not None and self.is_as_written(state, rank, here):
             streams = {*(self._sources(state) or {}).values()} or {self.stream_of(rank)}
-        replayed = [stream for stream in streams if self.chains[stream].records]
-        needed, ours = operations_of(state.optimizers, after_update), arithmetic_here(state)
-        notes = [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}) for stream in replayed]
+        records = [record for stream in streams for record in self.chains[stream].records]
+        updates = (update for record in records for update in record.about["updates"])
+        needed, ours = operations_of(state, updates, after_update), arithmetic_here(state)
+        notes = [there for stream in streams for there in self._writers_arithmetic(stream)]
         found = {name for there in notes for name in differing(there, ours, needed)}
         if not found or self.allows_approximation:
             self.is_approximate = bool(found)
@@ -220,17 +222,29 @@ class Lineage:
             else f"go on from step {alone}, the newest base that needs no record, by resume(step={alone})"
         )
         writer = self.store.timelines()[0].get(self.base.timeline)
-        host = None if writer is None else writer.writer.get("host")
+        host = None if writer is None else writer.writer.get("host")  # of the first rank
+        one = f"{host} or a machine like it" if host else "a machine like the one that trained"
+        machines = one if len(self.chains) == 1 else "machines like those that trained, rank by rank"
         raise OtherArithmetic(
             f"{self.store.root}: the records of steps {self.base.oldest_step + 1} to {self.step} were written by"
             " another kind of processor or device, or another version of torch, whose arithmetic differs from this"
             f" one's in the last bits (of {' and '.join(sorted(map(DESCRIPTIONS.__getitem__, found)))}), so a replay"
             " here would not give what training had. Nothing is damaged, and nothing was changed. Resume on"
-            f" {f'{host} or a machine like it' if host else 'a machine like the one that trained'}; or {standing}; or"
-            ' replay with the arithmetic of this machine, by exactness="approximate", which resume() and'
-            " HoldfastCallback() take.",
+            f" {machines}; or {standing}; or replay with the arithmetic of this machine, by"
+            ' exactness="approximate", which resume() and HoldfastCallback() take.',
             alone,
         )
+
+    def _writers_arithmetic(self, stream: str) -> list[Arithmetic]:
+        """Return what the writers of the records of ``stream`` computed with, as they noted it.
+
+        The snapshot's writer may not be that of all records: a damaged snapshot gives way to an older one.
+        """
+        records = self.chains[stream].records
+        told = [record.about[ARITHMETIC] for record in records if ARITHMETIC in record.about]
+        if not records or ARITHMETIC in records[0].about:
+            return told
+        return [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}), *told]
 
     def _newest_alone(self) -> int | None:
         """Return the newest step, not after this line's snapshot, whose snapshot needs no record; None without one."""

@@ -178,25 +178,36 @@ class LivingScript(NoScriptState):
         self._script.scatter(rank)
 
 
-def reachable_step(
-    store: LocalStore,
-    state: LiveState,
-    step: int,
-    nearest: bool = False,
-    refuse: Callable[[Lineage], None] = lambda line: None,
-) -> int:
-    """Return ``step`` if log records lead to it from a snapshot. Reads headers, and changes nothing.
+def reachable_step(store: LocalStore, training: TrainingState, step: int, nearest: bool = False) -> int:
+    """Return ``step`` if log records lead to it from a snapshot, on all ranks. Reads headers, and changes nothing.
 
     With ``nearest`` a step that nothing leads to gives way to the newest one before it that is there, or else to that
-    of the first snapshot after it. ``refuse`` raises ``OtherArithmetic`` for a line that cannot be replayed here.
-    Raises ``NoCommit`` if there is none, and ``RunMismatch`` if the model had another form then.
+    of the first snapshot after it. One that a rank cannot replay, since it computes otherwise than the writer, gives
+    way likewise, on all ranks.
+
+    Collective: every rank must call this. Raises ``NoCommit`` if there is none, and ``RunMismatch`` if the model had
+    another form then.
     """
+    ranks, updates = training.ranks, training.after_update is not None
+
+    def refuse(line: Lineage) -> None:
+        line.refuse_other_model(training.state)
+        line.refuse_other_arithmetic(training.state, updates, ranks.rank)
+
+    reached = ranks.all_do(lambda: _reachable_here(store, step, nearest, refuse))
+    if len(set(reached)) > 1:
+        common = max(reached) if max(reached) > step else min(reached)
+        reached = ranks.all_do(lambda: _reachable_here(store, common, False, refuse))
+    return reached[0]
+
+
+def _reachable_here(store: LocalStore, step: int, nearest: bool, refuse: Callable[[Lineage], None]) -> int:
+    """Return the step that this rank can reach. ``refuse`` raises an error for a line that it cannot replay."""
     refs, problems = store.line(), list[str]()
-    later = sorted(ref.step for ref in refs if ref.step > step)[: 1 if nearest else 0]
+    later = sorted(ref.step for ref in refs if ref.step > step) if nearest else []
     for wanted in (step, *later):
         line = line_to(store, wanted, problems, nearest)
         if line is not None:
-            line.refuse_other_model(state)
             try:
                 refuse(line)
             except OtherArithmetic as error:

@@ -19,7 +19,16 @@ from typing import Any
 import torch
 
 from ...distributed import Ranks
-from ...errors import BadInput, Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
+from ...errors import (
+    BadInput,
+    Damaged,
+    DiskFailed,
+    HoldfastError,
+    NoCommit,
+    OtherArithmetic,
+    RunMismatch,
+    Unreadable,
+)
 from ...quantities import shown
 from ...state.encoding import joined, joined_members
 from ...state.live_state import LiveState
@@ -30,6 +39,7 @@ from ...store.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
 from ..arithmetic import arithmetic_here, depends_on_products, recorded_settings, settings_warnings
+from ..rank_consistency import give_to_others
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, Reached, ReplayMismatch
@@ -232,6 +242,7 @@ class _Search:
         tried: list[Lineage] = []
         ended: list[Unreadable] = []
         target, journals = self.target, self._all_journals(ref)
+        self._refuse_other_arithmetic(ref, journals)
 
         def attempt() -> _Outcome:
             tried.clear(), ended.clear()
@@ -278,15 +289,46 @@ class _Search:
 
         return {stream: journal for each in self.ranks.all_do(read) for stream, journal in each.items()}
 
-    def _replayed(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
-        """Return the line up to ``target``, with the state at its end."""
+    def _refuse_other_arithmetic(self, ref: CommitRef, journals: Mapping[str, Journal]) -> None:
+        """Raise ``OtherArithmetic`` on all ranks where one computes otherwise, before any rank has replayed a record.
+
+        Collective: every rank must call this.
+        """
+        ranks = self.ranks
+        if ranks.alone or self.approximate:
+            return
+
+        def refused() -> OtherArithmetic | None:
+            try:
+                line = self._line(ref, self.target, journals)
+                line.refuse_other_model(self.state)
+                line.refuse_other_arithmetic(self.state, self.after_update is not None, ranks.rank)
+            except OtherArithmetic as error:
+                return error
+            except (HoldfastError, FileNotFoundError):  # reported where the line is replayed
+                pass
+            return None
+
+        found = {rank: error for rank, error in enumerate(ranks.all_do(refused)) if error is not None}
+        if found:
+            error = next(iter(found.values()))
+            those = shown([f"rank {rank}" for rank in found])
+            raise OtherArithmetic(f"on {those} of {ranks.world_size}: {error}", error.step)
+
+    def _line(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
+        """Return the line up to ``target``, which belongs to this script."""
         line = Lineage.of(self.store, self.store.load(ref), target, self.tip, journals)
-        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         if self.continuing:
             line.end_before_feedback()
         self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
         _refuse_other_updates(line, self.after_update is not None)
         _refuse_other_members(line, self.state)
+        return line
+
+    def _replayed(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
+        """Return the line up to ``target``, with the state at its end."""
+        line = self._line(ref, target, journals)
+        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         line.watch = self.watch or line.watch
         line.allows_approximation = self.approximate
         # from here on the state is at no point, until all is replayed
@@ -333,6 +375,10 @@ class _Search:
         others = _other_members(line, self.state)
         same_cut = self._has_same_cut(line, others)
         is_approximate = any(self.ranks.everyone(line.is_approximate))
+        if is_approximate and not self.ranks.alone:
+            give_to_others(
+                self.state, self.ranks
+            )  # copies that were replayed on other kinds of processors differ
         own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
         lost = line.residuals_lost or (own_residuals and len(line.chains) != self.ranks.world_size)
         if lost or line.residuals_dropped:

@@ -48,6 +48,7 @@ class ZerothOrderState:
         """Continue from the progress of a commit."""
         delta, _ = pending_of(progress)
         if delta is not None:
+            delta.warn_of_other_noise("the resumed run")
             self.owe(delta, units)
 
     def catch_up(self, unit: BlockState, image: torch.Tensor) -> None:

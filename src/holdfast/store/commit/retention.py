@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, RankFailed
 from holdfast.events import is_log
 from holdfast.store.disk import TEMPORARY, AnyDisk
 from holdfast.store.drive_links import data_paths
@@ -436,9 +436,15 @@ def is_among_best(metrics: Mapping[str, float], keep: Keep, store: LocalStore, r
 
     Collective: every rank must call this. Raises ``BadInput``, on all ranks, unless all have the same ``metrics``.
     """
-    gathered = [
-        repr(sorted(each.items())) for each in ranks.everyone(dict(metrics))
-    ]  # as text, NaN is equal to itself
+    try:
+        found = ranks.everyone(dict(metrics))
+    except RankFailed as error:
+        raise RankFailed(
+            f"{error} At this step rank {ranks.rank} was given metrics=, and every rank has to give the same at the"
+            " same steps."
+        ) from error
+    # as text, NaN is equal to itself; a rank without metrics= may be in another exchange by now
+    gathered = [repr(sorted(each.items()) if isinstance(each, dict) else each) for each in found]
     if len(set(gathered)) > 1:
         raise BadInput(
             f"metrics is not the same on all ranks (rank {ranks.rank} has {dict(metrics)}). Average it over the ranks"

@@ -62,7 +62,9 @@ def another_dtype(model, optimizer):
 
 def other_state(model, optimizer):
     numbers = itertools.count()
-    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        {**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups
+    ]
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 

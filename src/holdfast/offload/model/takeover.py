@@ -213,9 +213,9 @@ def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[Removabl
 
 
 class HeldState:
-    """What an optimizer has as its ``state`` while a run holds that, until ``remove``: every use is refused by name.
+    """The ``state`` of an optimizer while a run holds that, until ``remove``: every use is refused by name.
 
-    The optimizer's own would be empty, or as it was when the run began, for a script that saves, changes or clears it.
+    The optimizer's own is empty, or as it was when the run began, for a script that saves, changes or clears it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

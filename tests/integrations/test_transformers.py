@@ -270,11 +270,20 @@ def test_a_place_that_the_script_does_not_have_is_refused(tmp_path):
     compare(resumed(tmp_path, "plain"), "plain", 9)
 
 
-@pytest.mark.parametrize("option", ["auto_find_batch_size", "ignore_data_skip"])
-def test_settings_that_lose_the_position_are_refused(tmp_path, option):
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **{option: True})
-    with pytest.raises(BadInput, match=option):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"auto_find_batch_size": True},
+        {"ignore_data_skip": True},
+        {"accelerator_config": {"dispatch_batches": True}},
+    ],
+    ids=str,
+)
+def test_settings_that_lose_the_position_are_refused(tmp_path, options):
+    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **options)
+    with pytest.raises(BadInput, match=r"(auto_find_batch_size|ignore_data_skip|dispatch_batches)=True"):
         trainer.train()
+    assert not (tmp_path / "run").exists()
 
 
 # What callbacks set up

@@ -128,7 +128,7 @@ class OffloadedFitting(Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save as the strategy does; a file that Lightning would put together in memory is written as it is read.
 
-        Without ``optimizer_states``: Lightning refuses to resume from such a file, and from an empty state it would not.
+        Without ``optimizer_states``, which would be empty: Lightning refuses to resume from such a file.
         """
         if self.engine is not None:
             checkpoint.pop("optimizer_states", None)

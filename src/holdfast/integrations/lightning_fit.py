@@ -216,7 +216,7 @@ class Fit:
             raise BadInput(
                 "the loader of training was made before fit began, so that there is no place in it: give it to fit, or"
                 " let the module or datamodule make it. trainer.estimated_stepping_batches in configure_optimizers makes"
-                " it early: count the schedule's steps otherwise there, or give max_steps alone"
+                " it early: count the schedule's steps otherwise, or give max_steps alone"
             )
         self._began = True
         self._refuse_no_place()

@@ -1068,6 +1068,26 @@ def test_an_optimizer_around_another_that_has_the_state_is_refused(tmp_path, how
     assert not (tmp_path / "run").exists()
 
 
+class InBackward(torch.optim.Optimizer):
+    """Updates each parameter when its gradient is there, as LOMO does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        for parameter in self.param_groups[0]["params"]:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, parameter):
+        parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def test_an_optimizer_without_a_step_is_refused(tmp_path):
+    """Every start would begin anew at step 0."""
+    with pytest.raises(BadInput, match="InBackward has no step"):
+        Loop(optimizer=InBackward).checkpointer(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_optimizer_whose_state_is_found_elsewhere_is_refused_after_the_first_step(tmp_path):
     loop = Loop(optimizer=lambda parameters: Wrapping(parameters, "hidden"))
     checkpointer, _ = loop.checkpointer(tmp_path)

@@ -404,7 +404,9 @@ def test_the_dtype_is_that_of_the_arguments(tmp_path, options, dtype):
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
         ({"callbacks": [HoldfastCallback("unused")]}, "HoldfastCallback"),
+        ({"optim": "apollo_adamw_layerwise"}, "apollo_adamw_layerwise.*in the backward pass"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, options, text):

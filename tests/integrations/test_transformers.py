@@ -270,11 +270,34 @@ def test_a_place_that_the_script_does_not_have_is_refused(tmp_path):
     compare(resumed(tmp_path, "plain"), "plain", 9)
 
 
-@pytest.mark.parametrize("option", ["auto_find_batch_size", "ignore_data_skip"])
-def test_settings_that_lose_the_position_are_refused(tmp_path, option):
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **{option: True})
-    with pytest.raises(BadInput, match=option):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"auto_find_batch_size": True},
+        {"ignore_data_skip": True},
+        {"accelerator_config": {"dispatch_batches": True}},
+    ],
+    ids=str,
+)
+def test_settings_that_lose_the_position_are_refused(tmp_path, options):
+    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **options)
+    with pytest.raises(BadInput, match=r"(auto_find_batch_size|ignore_data_skip|dispatch_batches)=True"):
         trainer.train()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adalora_is_refused(tmp_path):
+    """The averages by which it chooses ranks are in no state."""
+    peft = pytest.importorskip("peft")
+    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
+    given = peft.AdaLoraConfig(
+        target_modules=["c_attn"], init_r=4, target_r=2, total_step=8, fan_in_fan_out=True
+    )
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, given)
+    with pytest.raises(BadInput, match="AdaLoRA"):
+        trainer.train()
+    assert not (tmp_path / "run").exists()
 
 
 # What callbacks set up

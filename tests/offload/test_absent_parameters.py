@@ -355,7 +355,6 @@ def test_a_model_in_training_can_be_described(tmp_path):
         model.zero_grad()
         optimizer.zero_grad()
         model.layers.requires_grad_(True)
-        optimizer.state_dict()
         torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
         engine.step(batches(1, 1))
     assert description() == before

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported
+from holdfast.optim import Joined
 from plain_loops import PLACEMENTS
 from support.grouped import grouped
 from training import adamw, batches, decoder, differing, stored
@@ -58,7 +61,11 @@ def another_dtype(model, optimizer):
 
 
 def other_state(model, optimizer):
-    optimizer.load_state_dict(optimizer.state_dict())
+    numbers = itertools.count()
+    groups = [
+        {**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 
 EDITS = {
@@ -188,3 +195,27 @@ def test_an_embedding_that_its_forward_pass_changes_is_refused(tmp_path):
     model.embed = nn.Embedding(17, 16, max_norm=1.0)
     with pytest.raises(ModelNotSupported, match=r"embed has max_norm=1.0"):
         holdfast.offload(model, adamw(model), tmp_path)
+
+
+USES = {
+    "saved": lambda optimizer: optimizer.state_dict(),
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "read": lambda optimizer: [each["exp_avg"] for each in optimizer.state.values()],
+    "set": lambda optimizer: optimizer.state.update({}),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_optimizers_state_is_refused_while_the_run_holds_it(tmp_path, use, joins):
+    """It would be empty, and a file of it would begin from nothing."""
+    model = decoder(blocks=2)
+    own = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = Joined(own) if joins else own
+    with holdfast.offload(model, optimizer, tmp_path, precision="fp32") as engine:
+        engine.step(batches(0, 2))
+        for each in {optimizer, own}:
+            with pytest.raises(ModelNotSupported, match=r"the state of (AdamW|Joined) was used.*--to torch"):
+                USES[use](each)
+        engine.step(batches(1, 2))
+    assert own.state_dict()["state"] == {}

@@ -6,6 +6,7 @@ An error names the value and what is enough, so that a run never begins with opt
 
 from __future__ import annotations
 
+import inspect
 import socket
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -235,8 +236,19 @@ def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
         )
     for optimizer in optimizers:
         _refuse_wrapper(optimizer)
+        _refuse_without_step(optimizer)
         refuse_closures(optimizer)
     return optimizers
+
+
+def _refuse_without_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``BadInput`` for a class that updates parameters elsewhere than in ``step``, where no hook sees it."""
+    if inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Optimizer.step):
+        kind = type(optimizer).__name__
+        raise BadInput(
+            f"{kind} has no step() of its own, and updates parameters in another place (LOMO in the backward pass), so"
+            " that no step would be recorded. Use another optimizer; holdfast.offload trains with as little memory."
+        )
 
 
 def _refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:

@@ -215,7 +215,8 @@ class Fit:
         if self.place is None:
             raise BadInput(
                 "the loader of training was made before fit began, so that there is no place in it: give it to fit, or"
-                " let the module or datamodule make it"
+                " let the module or datamodule make it. trainer.estimated_stepping_batches in configure_optimizers"
+                " makes it early: count the steps of the schedule otherwise, or give max_steps alone"
             )
         self._began = True
         self._refuse_no_place()

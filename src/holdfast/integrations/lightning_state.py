@@ -174,7 +174,7 @@ class HostState:
             "state_dict": connector._get_lightning_module_state_dict(),
             "loops": connector._get_loops_state_dict(),
             "callbacks": {each.state_key: each.state_dict() for each in self._others()},
-            "optimizer_states": [each.state_dict() for each in trainer.optimizers],
+            "optimizer_states": [trainer.strategy.optimizer_state(each) for each in trainer.optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         }
         for each in (trainer.lightning_module, trainer.datamodule):

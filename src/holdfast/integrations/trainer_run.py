@@ -424,6 +424,20 @@ def _exportable(trainer: Trainer) -> list[Any]:
     return [item for item in trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
 
 
+def refuse_dispatched(trainer: Trainer) -> None:
+    """Raise ``BadInput`` for batches of data with a length that one process reads for all.
+
+    accelerate's loader for them does not set the epoch of a sampler once it passes batches over, so that a resume in a
+    later epoch would be in the order of another.
+    """
+    settings: Any = trainer.args.accelerator_config
+    if settings.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset):
+        raise BadInput(
+            "dispatch_batches=True in accelerator_config lets the first process read all batches, and no place in them"
+            " is found again: leave it out"
+        )
+
+
 def prefer_run(run: Path, checkpoint: Any) -> None:
     """Warn that the run is used instead of a ``checkpoint`` of the trainer's.
 

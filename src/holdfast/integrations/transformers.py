@@ -25,7 +25,7 @@ from ..supervised.attempt import training_directory
 from .out_of_core.offloaded_trainer import offloaded
 from .shared.callback_options import refuse_callback_options
 from .shared.changed_attributes import refuse_unless_torchs
-from .trainer_run import Training, prefer_run
+from .trainer_run import Training, prefer_run, refuse_dispatched
 
 __all__ = ["HoldfastCallback", "attach", "offloaded"]
 
@@ -109,6 +109,12 @@ def _trainer_above() -> Trainer | None:
 def _refuse(trainer: Trainer) -> None:
     """Raise ``BadInput`` for settings under which no position can be stored."""
     refuse_unless_torchs(trainer.accelerator)
+    refuse_dispatched(trainer)
+    if trainer.model is not None and any("rankallocator" in vars(each) for each in trainer.model.modules()):
+        raise BadInput(
+            "AdaLoRA keeps averages of importance in an object (rankallocator) that no run holds, so that a resumed"
+            " training would keep other ranks: use LoRA"
+        )
     args = trainer.args
     for name in ("auto_find_batch_size", "ignore_data_skip"):
         if getattr(args, name):

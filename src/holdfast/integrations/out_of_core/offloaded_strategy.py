@@ -126,7 +126,12 @@ class OffloadedFitting(Strategy):
         return self._fit.evaluated(partial(self.lightning_module.validation_step, *args, **kwargs))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save as the strategy does; a file that Lightning would put together in memory is written as it is read."""
+        """Save as the strategy does; a file that Lightning would put together in memory is written as it is read.
+
+        Without ``optimizer_states``, which would be empty: Lightning refuses to resume from such a file.
+        """
+        if self.engine is not None:
+            checkpoint.pop("optimizer_states", None)
         if self.engine is None or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
@@ -134,6 +139,10 @@ class OffloadedFitting(Strategy):
             files.makedirs(os.path.dirname(path), exist_ok=True)
             with files.transaction, files.open(path, "wb") as file:
                 torch.save(checkpoint, file)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of ``optimizer``: nothing while the engine holds it."""
+        return super().optimizer_state(optimizer) if self.engine is None else {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.engine is None:

@@ -28,7 +28,7 @@ from ...offload.engine import Engine
 from ...offload.model.microbatches import on_micro_batch
 from ...offload.model.quantised_layers import is_quantised
 from ...supervised.attempt import training_directory
-from ..trainer_run import prefer_run
+from ..trainer_run import prefer_run, refuse_dispatched
 from .generation import generates, refuse_generation
 from .model_on_host import computing_on
 from .offloaded_run import OffloadedTraining, references, refuse_reference
@@ -298,6 +298,7 @@ def _refuse(trainer: Any) -> None:
             " torchrun, or with one device in CUDA_VISIBLE_DEVICES"
         )
     refuse_processes(trainer)
+    refuse_dispatched(trainer)
     if (
         trainer.is_deepspeed_enabled
         or trainer.is_fsdp_enabled
@@ -320,6 +321,11 @@ def _refuse(trainer: Any) -> None:
     }.items():
         if getattr(args, name, False):
             raise BadInput(f"{name}=True does not work with offloaded(): {instead}")
+    if (optim := getattr(args.optim, "value", args.optim)).endswith("_layerwise"):
+        raise BadInput(
+            f"optim={optim!r} updates layers in the backward pass, which is the engine's: use an optimizer of torch, or"
+            " holdfast.optim.Apollo"
+        )
     if any(type(each).__module__.startswith("holdfast.") for each in trainer.callback_handler.callbacks):
         raise BadInput(
             "HoldfastCallback records training in memory: leave it out, the engine keeps every step"

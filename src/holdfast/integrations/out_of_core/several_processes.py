@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from ...errors import BadInput
 from ...offload.engine import Engine
@@ -53,11 +52,6 @@ def refuse_processes(trainer: Any) -> None:
         raise BadInput(
             "even_batches=False in accelerator_config may give a process fewer batches than the others, which would"
             " wait for it: leave it out, or give dataloader_drop_last=True instead"
-        )
-    if settings.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset):
-        raise BadInput(
-            "dispatch_batches=True in accelerator_config reads batches in the first process, so that the others know no"
-            " place in them: leave it out"
         )
 
 

@@ -153,8 +153,8 @@ class Batches:
         self.loader = loader
         self.place = LoaderPlace(loader, num_ranks, accumulation, moves)
         self._epoch = 0
-        self.count = 0
-        """The number of batches of the current pass that were handed out."""
+        self._count = 0
+        """The number of batches of the newest pass that were handed out."""
         self._restored: dict[str, Any] | None = None
         """The place of the run, from ``load_state_dict`` to ``resumed``."""
         self._is_left, self._newest = False, object()
@@ -163,6 +163,11 @@ class Batches:
     def epoch(self) -> int:
         """The number of passes that have ended."""
         return self._epoch + self._is_left
+
+    @property
+    def count(self) -> int:
+        """The number of batches of the pass ``epoch`` that were handed out."""
+        return 0 if self._is_left else self._count
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -173,7 +178,7 @@ class Batches:
         self._newest = newest
         try:
             for batch in self.loader:
-                self.count += 1
+                self._count += 1
                 yield batch
         finally:
             self._is_left |= self._newest is newest  # an older one may be let go of late
@@ -184,13 +189,13 @@ class Batches:
     def end_left_pass(self) -> None:
         """Let saved positions lie after the pass that was left, if one was."""
         if self._is_left:
-            self._epoch, self.count, self._is_left = self._epoch + 1, 0, False
+            self._epoch, self._count, self._is_left = self._epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored
         iteration = getattr(self.loader, "iteration", None)
-        return {"epoch": self._epoch, "iteration": iteration, **self.place.state(self.count)}
+        return {"epoch": self._epoch, "iteration": iteration, **self.place.state(self._count)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place.check(state)
@@ -201,7 +206,7 @@ class Batches:
         found, self._restored = self._restored, None
         if found is not None:
             self.place.load(found, random_state())
-            self._epoch, self.count = found["epoch"], self.place.count_of(found)
+            self._epoch, self._count = found["epoch"], self.place.count_of(found)
             self._is_left, self._newest = False, object()
             if found["iteration"] is not None:
                 self.loader.iteration = found["iteration"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -210,6 +210,34 @@ def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[Removabl
         model.register_state_dict_pre_hook(_refuse_state_dict),
         model.register_load_state_dict_pre_hook(_refuse_load),
     ]
+
+
+class HeldState:
+    """The ``state`` of an optimizer while a run holds that, until ``remove``: every use is refused by name.
+
+    The optimizer's own is empty, or as it was when the run began, for a script that saves, changes or clears it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._kind = type(optimizer).__name__
+        self._own = [(each, each.state) for each in (optimizer, *getattr(optimizer, "members", ()))]
+        for each, _ in self._own:
+            each.state = self  # type: ignore[bad-assignment]
+
+    def remove(self) -> None:
+        """Put the optimizer's own state back, unless the script has given it another one."""
+        for optimizer, state in self._own:
+            if optimizer.state is self:
+                optimizer.state = state
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ModelNotSupported(
+            f"the state of {self._kind} was used (.state or state_dict()), and the run holds it, at every step: leave"
+            " that out. `holdfast convert RUN OUT --to torch` writes a file of weights and optimizer state."
+        )
+
+    __contains__ = __delitem__ = __getitem__ = __iter__ = __len__ = __reversed__ = __setitem__ = _refuse
+    clear = copy = get = items = keys = pop = popitem = setdefault = update = values = _refuse
 
 
 class DirectCalls:

@@ -31,6 +31,7 @@ from ..model.quantised_layers import close_layers
 from ..model.takeover import (
     MARK,
     DirectCalls,
+    HeldState,
     OriginalDevices,
     TakenModel,
     WatchedModel,
@@ -204,6 +205,7 @@ class ExternalEdits:
                 parameter.data = memory
                 if name in values:
                     memory.copy_(values[name])
+            self._optimizer.state = self._state
             self._look()
 
 
@@ -312,8 +314,8 @@ class HeldModel:
         """Make the model refuse direct use, and watch for changes from here on."""
         run = self._run
         self._watched = WatchedModel(run.model, self.captured, run.resident_leaves, self._optimizer)
+        self._hooks = [*refuse_use(run.model, lambda: self.in_use), HeldState(self._optimizer)]
         self._edits = ExternalEdits(run, self._optimizer)
-        self._hooks = [*refuse_use(run.model, lambda: self.in_use)]
 
     def take_calls(self, modules: Sequence[nn.Module], run: Callable[[Callable[[], Any]], Any]) -> None:
         """Let calls of ``modules`` without gradients be passes of the engine, by ``run``, until ``unguard``.

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import Strategy  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
@@ -194,7 +195,9 @@ MAKES = [
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_interrupted_in_mid_epoch_ends_the_same(tmp_path, make):
+def test_interrupted_in_mid_epoch_ends_the_same(tmp_path, monkeypatch, make):
+    """The strategy is asked for no state: that of FSDP2 makes a first one by a step of its own."""
+    monkeypatch.delattr(Strategy, "optimizer_state")
     whole = fit(make, tmp_path)
     with pytest.raises(Interrupted):
         fit(make, tmp_path, tmp_path / "run", after=STEPS_BEFORE)

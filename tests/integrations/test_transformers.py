@@ -287,17 +287,16 @@ def test_settings_that_lose_the_position_are_refused(tmp_path, options):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adalora_is_refused(tmp_path):
-    """The averages by which it chooses ranks are in no state."""
+def test_adalora_has_a_warning(tmp_path):
+    """The averages by which it chooses ranks are in no state. Trainer itself never updates them."""
     peft = pytest.importorskip("peft")
     trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
     given = peft.AdaLoraConfig(
         target_modules=["c_attn"], init_r=4, target_r=2, total_step=8, fan_in_fan_out=True
     )
     trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, given)
-    with pytest.raises(BadInput, match="AdaLoRA"):
+    with pytest.warns(UserWarning, match="AdaLoRA keeps averages of importance"):
         trainer.train()
-    assert not (tmp_path / "run").exists()
 
 
 # What callbacks set up

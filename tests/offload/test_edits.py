@@ -219,3 +219,17 @@ def test_the_optimizers_state_is_refused_while_the_run_holds_it(tmp_path, use, j
                 USES[use](each)
         engine.step(batches(1, 2))
     assert own.state_dict()["state"] == {}
+
+
+def test_a_refused_load_of_joined_optimizers_changes_none_of_them(tmp_path):
+    model = decoder(blocks=2)
+    own = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = Joined(own)
+    other = optimizer.state_dict()
+    other["param_groups"][0]["lr"] = 0.5
+    with holdfast.offload(model, optimizer, tmp_path, precision="fp32") as engine:
+        with pytest.raises(ModelNotSupported, match="the state of Joined was used"):
+            optimizer.load_state_dict(other)
+        assert own.param_groups[0]["lr"] == 1e-3
+        engine.step(batches(0, 2))
+    assert own.state is optimizer.state

@@ -282,6 +282,16 @@ def refuse_renormalised(model: nn.Module) -> None:
             )
 
 
+def warn_of_rank_allocator(model: nn.Module) -> None:
+    """Warn of PEFT's AdaLoRA, which keeps running averages in an object."""
+    if any("rankallocator" in vars(module) for module in model.modules()):
+        warnings.warn(
+            "AdaLoRA keeps averages of importance in an object (rankallocator) that no run holds: if the script calls"
+            " update_and_allocate(), a resumed training keeps other ranks. Use LoRA, or accept that.",
+            stacklevel=5,
+        )
+
+
 def refuse_sparse_gradients(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ``BadInput`` where gradients will be sparse, since records hold dense ones."""
     updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -39,6 +39,7 @@ from .options import (
     refuse_sparse_gradients,
     refuse_taken,
     refuse_without_values,
+    warn_of_rank_allocator,
 )
 from .rank_consistency import look
 from .recovery.rollback import drop_iteration, refuse_places
@@ -93,6 +94,7 @@ class TrainingState:
         refuse_away(model)
         refuse_without_values(model)
         warn_of_hook_state(model)
+        warn_of_rank_allocator(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}

@@ -174,7 +174,7 @@ class HostState:
             "state_dict": connector._get_lightning_module_state_dict(),
             "loops": connector._get_loops_state_dict(),
             "callbacks": {each.state_key: each.state_dict() for each in self._others()},
-            "optimizer_states": [trainer.strategy.optimizer_state(each) for each in trainer.optimizers],
+            "optimizer_states": [_state_of(each, trainer) for each in trainer.optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         }
         for each in (trainer.lightning_module, trainer.datamodule):
@@ -189,6 +189,13 @@ class HostState:
 
     def _others(self) -> list[Callback]:
         return [each for each in self._trainer.callbacks if each is not self._ours]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, trainer: Any) -> dict[str, Any]:
+    """Return the state of ``optimizer`` on this rank; nothing while an engine holds it."""
+    if getattr(trainer.strategy, "engine", None) is not None:
+        return {"state": {}, "param_groups": []}
+    return optimizer.state_dict()
 
 
 def refuse_callbacks(trainer: Any) -> None:

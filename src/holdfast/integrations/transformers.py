@@ -110,11 +110,6 @@ def _refuse(trainer: Trainer) -> None:
     """Raise ``BadInput`` for settings under which no position can be stored."""
     refuse_unless_torchs(trainer.accelerator)
     refuse_dispatched(trainer)
-    if trainer.model is not None and any("rankallocator" in vars(each) for each in trainer.model.modules()):
-        raise BadInput(
-            "AdaLoRA keeps averages of importance in an object (rankallocator) that no run holds, so that a resumed"
-            " training would keep other ranks: use LoRA"
-        )
     args = trainer.args
     for name in ("auto_find_batch_size", "ignore_data_skip"):
         if getattr(args, name):

@@ -166,9 +166,14 @@ def warn_of_hook_state(model: nn.Module) -> None:
 
     Torch's PowerSGD hook is one: its error feedback begins anew at a resume.
     """
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
-        return
-    for _, given in model._comm_hooks:
+    wrapped = model.modules()  # stages of a pipeline are wrapped one by one
+    hooks = [
+        hook
+        for each in wrapped
+        if isinstance(each, nn.parallel.DistributedDataParallel)
+        for hook in each._comm_hooks
+    ]
+    for _, given in hooks:
         if given is not None and not isinstance(given, (dist.ProcessGroup, HookState, AveragingState)):
             warnings.warn(
                 f"the model's communication hook has a {type(given).__name__}, and no commit holds it. Recorded steps"

@@ -38,7 +38,14 @@ from ...store.log.segments import streams
 from ...store.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
-from ..arithmetic import arithmetic_here, depends_on_products, recorded_settings, settings_warnings
+from ..arithmetic import (
+    GROUPS,
+    arithmetic_here,
+    depends_on_products,
+    differing,
+    recorded_settings,
+    settings_warnings,
+)
 from ..rank_consistency import give_to_others
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
@@ -489,7 +496,7 @@ def _stores_alike(line: Lineage, state: LiveState, ranks: Ranks) -> bool:
     here, arithmetic = strides_of(state), arithmetic_here(state)
     replay = line.base.progress_of(ranks.stream).get("replay", {})
     there = replay.get("strides", here)
-    if replay.get("arithmetic", arithmetic) != arithmetic:
+    if differing(replay.get("arithmetic", {}), arithmetic, list(GROUPS)):
         return False  # what the snapshot notes is not true of records made here
     boxes = {p.name: state.boxes[p.name] for p in state.stored}
     alike = there == here and line.overlap_alike(state, ranks.stream)

@@ -130,8 +130,7 @@ class OffloadedFitting(Strategy):
 
         Without ``optimizer_states``, which would be empty: Lightning refuses to resume from such a file.
         """
-        if self.engine is not None:
-            checkpoint.pop("optimizer_states", None)
+        checkpoint.pop("optimizer_states", None)
         if self.engine is None or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
@@ -141,8 +140,8 @@ class OffloadedFitting(Strategy):
                 torch.save(checkpoint, file)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of ``optimizer``: nothing while the engine holds it."""
-        return super().optimizer_state(optimizer) if self.engine is None else {}
+        """Return nothing: the run holds the state of ``optimizer``."""
+        return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.engine is None:

@@ -229,7 +229,9 @@ def _chosen_dtype(given: Arguments, device: Device, ranks: Ranks) -> str:
             return kept
         fast = fast_dtype(device.torch_device)
         if fast == "fp32":
-            (given.say or tell)("precision: fp32, in which this processor is faster than in bf16")
+            (given.say or tell)(
+                'precision: fp32, in which this processor is faster than in bf16 (precision="bf16" takes less memory)'
+            )
         return fast
 
     first = ranks.first_does(chosen)

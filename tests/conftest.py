@@ -37,7 +37,14 @@ os.environ.setdefault(
     "HOLDFAST_MACHINE", "cpu-2-core"
 )  # nothing is measured, and no profile kept, unless a test does
 
+measured_product_seconds = hardware_rates.product_seconds
 hardware_rates.product_seconds = lambda dtype: 1.0  # so precision="auto" is bf16 on every machine
+
+
+@pytest.fixture
+def product_seconds():
+    """The function that measures, in whose place tests have a constant."""
+    return measured_product_seconds
 
 
 @pytest.fixture(autouse=True)

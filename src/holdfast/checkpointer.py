@@ -84,8 +84,8 @@ class Checkpointer:
 
     Args:
         run: Directory of the run.
-        model: The module that is trained. Several, in one order, where a rank has several stages of a pipeline; their
-            tensors have the names of the whole model.
+        model: The module that is trained. A rank with several stages of a pipeline gives a list of them, always in the
+            same order; tensors keep the names of the whole model.
         optimizer: One optimizer or several.
         scheduler, loader, scaler: Objects of the script with ``state_dict`` and ``load_state_dict``.
         also: More such objects, by name.

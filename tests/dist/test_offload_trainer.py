@@ -206,7 +206,6 @@ def test_trainers_of_trl_log_what_they_do_under_ddp(tmp_path):
     "options, text",
     [
         ({"accelerator_config": {"even_batches": False}}, "even_batches=False"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
         ({"spoilt": "another loader"}, "batches in an epoch"),
     ],
 )

@@ -59,6 +59,12 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.fixture(autouse=True)
+def no_strategy_is_asked(monkeypatch):
+    """For the optimizer's state: FSDP2's strategy makes a first one by a step of its own."""
+    monkeypatch.delattr(Strategy, "optimizer_state")
+
+
 class Interrupts(lightning.Callback):
     def __init__(self, after):
         self.batches_left = after
@@ -195,9 +201,7 @@ MAKES = [
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_interrupted_in_mid_epoch_ends_the_same(tmp_path, monkeypatch, make):
-    """The strategy is asked for no state: that of FSDP2 makes a first one by a step of its own."""
-    monkeypatch.delattr(Strategy, "optimizer_state")
+def test_interrupted_in_mid_epoch_ends_the_same(tmp_path, make):
     whole = fit(make, tmp_path)
     with pytest.raises(Interrupted):
         fit(make, tmp_path, tmp_path / "run", after=STEPS_BEFORE)

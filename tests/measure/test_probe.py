@@ -23,6 +23,10 @@ def a_block(seconds):
     return measure_block(CPU, None, seconds, torch.float32)
 
 
+def test_products_take_time_in_both_dtypes(product_seconds):
+    assert product_seconds("float32") > 0 and product_seconds("bfloat16") > 0
+
+
 @pytest.mark.slow
 def test_a_machine_is_measured_in_about_the_time_given(tmp_path):
     said = []

@@ -127,9 +127,7 @@ def test_a_validation_that_is_no_number_is_counted_and_said():
     told = [{"event": "validation", "time": 1.0, "step": step, "loss": loss} for step, loss in losses]
     seen = look([*logged.engine_log(), *told])
     said = read(html(seen)).sections["Loss"]
-    assert (
-        "Not drawn: 2 times the loss on held-out text was no finite number, the last one at step 4." in said
-    )
+    assert "Not drawn: the loss on held-out text was not finite at 2 steps, the last one step 4." in said
     found = document(seen)
     assert found["validations"] == losses and found["lines_not_understood"] == 0
 
@@ -137,7 +135,7 @@ def test_a_validation_that_is_no_number_is_counted_and_said():
 def test_losses_that_are_all_no_numbers_are_said():
     log = [{**event, "loss": None} if event["event"] == "step" else event for event in logged.engine_log()]
     said = read(html(look(log))).sections["Loss"]
-    assert "Not drawn: 6 times the loss of a step was no finite number" in said
+    assert "Not drawn: the loss was not finite at 6 steps" in said
 
 
 def test_what_is_not_there_is_said():

@@ -2,8 +2,8 @@
 
 Some operations of torch are not correctly rounded, and their last bits differ by processor, device and version: on a
 CPU ``sqrt`` is that of a vector library. A replay elsewhere then differs from training in bits, and fingerprints, which
-sample, may not show it. So a snapshot notes digests of what fixed numbers give on the writer's machine, by group of
-operations, and recovery compares those that the run's optimizers need.
+sample, may not show it. So a snapshot, and the first record of each process, note digests of what fixed numbers give on
+the writer's machine, by group of operations. Recovery compares the groups that the records to be replayed need.
 
 Settings decide bits too. The number of torch's threads changes the order of sums in a matrix product, fp32 products may
 be made of TF32 or bf16 ones, denormal numbers may be flushed to zero, and the default dtype applies to tensors made
@@ -57,13 +57,18 @@ def operations_of(state: LiveState, updates: Iterable[Mapping[str, Any]], after_
     """
     if after_update or not all(map(is_elementwise, state.optimizers)):
         return list(GROUPS)
-    needed, kinds = {"linear"}, dict(enumerate(map(type, state.optimizers)))
+    rootless = {number for number, each in enumerate(state.optimizers) if type(each) is torch.optim.SGD}
+    needed = {"linear"}
     for update in updates:
-        has_roots = kinds.get(update["optimizer"]) is not torch.optim.SGD
         for group in update["groups"]:
-            needed |= {"fused"} if group.get("fused") else {"roots"} if has_roots else set()
+            if group.get("fused"):
+                needed.add("fused")
+            elif update["optimizer"] not in rootless:
+                needed.add("roots")
     if any(p.parameter.element_size() < LEAST_EXACT for p in state.parameters if state.is_trained(p)):
-        needed |= {"halves", "fused halves"} if "fused" in needed else {"halves"}
+        needed.add("half precision")
+        if "fused" in needed:
+            needed.add("fused half precision")
     return [name for name in GROUPS if name in needed]
 
 
@@ -133,8 +138,8 @@ def _others(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     return [left @ right, a.rsqrt(), b.exp(), a[:1024].norm()]
 
 
-def _halves(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    """Compute on 16-bit numbers, which are rounded otherwise in whole vectors than behind the last one."""
+def _half_precision(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    """Compute in 16 bits on short tensors: vector instructions and the scalar remainder round differently."""
     return [
         found
         for first, second in _short_pairs(a, b)
@@ -147,7 +152,7 @@ def _halves(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def _fused_halves(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+def _fused_half_precision(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     return [found for first, second in _short_pairs(a, b) for found in _fused(first, second)]
 
 
@@ -168,9 +173,9 @@ GROUPS: dict[str, Compute] = {
     "roots": _roots,
     "fused": _fused,
     "others": _others,
-    "halves": _halves,
-    "fused halves": _fused_halves,
-    "products": _products,
+    "half precision": _half_precision,
+    "fused half precision": _fused_half_precision,
+    "bf16 products": _products,
 }
 """The operations of optimizers, by the groups that are compared one by one."""
 DESCRIPTIONS = {
@@ -178,9 +183,9 @@ DESCRIPTIONS = {
     "roots": "roots, quotients and powers",
     "fused": "fused updates",
     "others": "matrix products, exponentials and norms",
-    "halves": "updates in 16 bits",
-    "fused halves": "fused updates in 16 bits",
-    "products": "matrix products in 16 bits",
+    "half precision": "updates in 16 bits",
+    "fused half precision": "fused updates in 16 bits",
+    "bf16 products": "matrix products in bf16",
 }
 """The groups in words."""
 

@@ -25,7 +25,7 @@ from ..measure.free_memory import free_host_bytes
 from ..optim.kinds import is_elementwise
 from ..quantities import GiB, format_bytes, parse_bytes
 from ..schedule.interval.snapshot_interval import Limits
-from ..state.capture import ModelParts
+from ..state.capture import PipelineStages
 from ..state.live_state import LiveState
 from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .capture.closures import refuse_closures
@@ -221,7 +221,7 @@ def one_model(given: Any) -> nn.Module:
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts)) or "nothing"
         raise BadInput(f"model is not a torch.nn.Module, nor several stages of one ({kinds}).")
-    return parts[0] if len(parts) == 1 else ModelParts(parts)
+    return parts[0] if len(parts) == 1 else PipelineStages(parts)
 
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -283,12 +283,12 @@ def refuse_renormalised(model: nn.Module) -> None:
 
 
 def warn_of_rank_allocator(model: nn.Module) -> None:
-    """Warn of PEFT's AdaLoRA, which keeps running averages in an object."""
+    """Warn of PEFT's AdaLoRA, whose running averages are in an object that no commit holds."""
     if any("rankallocator" in vars(module) for module in model.modules()):
         warnings.warn(
-            "AdaLoRA keeps averages of importance in an object (rankallocator) that no run holds: if the script calls"
-            " update_and_allocate(), a resumed training keeps other ranks. Use LoRA, or accept that.",
-            stacklevel=5,
+            "AdaLoRA's rankallocator keeps running averages that the run does not store. If the script calls"
+            " update_and_allocate(), training after a resume may choose other LoRA ranks. Use LoRA to avoid that.",
+            stacklevel=4,
         )
 
 

@@ -319,7 +319,7 @@ def _store_together(
                 stored[rank] |= {name} & held_by[rank].keys()
 
 
-def give_to_others(state: LiveState, ranks: Ranks) -> None:
+def broadcast_missing_state(state: LiveState, ranks: Ranks) -> None:
     """Send what this rank stores of ``state`` to ranks that hold the same regions, and receive theirs.
 
     Called after a recovery in which some rank could not bring forward what another one stores, or not to the same bits.

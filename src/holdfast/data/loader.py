@@ -168,9 +168,8 @@ class SampleLoader:
         others = [key for key, stored in there.items() if here.get(key) != stored]
         if others == ["xxh3"] and "content" in there:  # of a Corpus: names, and where files end
             raise RunMismatch(
-                "the text has the content that the run was trained on, and its files have other names or other ends:"
-                " they were renamed, moved within the text, or divided otherwise. Give them back the names that they"
-                " had, which are part of the run, or start a run in another directory."
+                "the files have the text that the run was trained on, but other names, order or boundaries, which are"
+                " part of the run. Restore them, or start a run in another directory."
             )
         if others:
             key = others[0]

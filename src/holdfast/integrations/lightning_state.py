@@ -192,7 +192,7 @@ class HostState:
 
 
 def _state_of(optimizer: torch.optim.Optimizer, trainer: Any) -> dict[str, Any]:
-    """Return the state of ``optimizer`` on this rank; nothing while an engine holds it."""
+    """Return this rank's state of ``optimizer``; an empty one while an engine holds it."""
     if getattr(trainer.strategy, "engine", None) is not None:
         return {"state": {}, "param_groups": []}
     return optimizer.state_dict()

@@ -425,16 +425,16 @@ def _exportable(trainer: Trainer) -> list[Any]:
 
 
 def refuse_dispatched(trainer: Trainer) -> None:
-    """Raise ``BadInput`` for batches of data with a length that one process reads for all.
+    """Raise ``BadInput`` for ``dispatch_batches=True`` on a dataset with a length.
 
-    accelerate's loader for them does not set the epoch of a sampler once it passes batches over, so that a resume in a
-    later epoch would be in the order of another.
+    accelerate's dispatcher does not set the sampler's epoch when it skips batches, so a resume in a later epoch would
+    read them in the order of another one.
     """
     settings: Any = trainer.args.accelerator_config
     if settings.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset):
         raise BadInput(
-            "dispatch_batches=True in accelerator_config lets the first process read all batches, and no place in them"
-            " is found again: leave it out"
+            "dispatch_batches=True in accelerator_config lets the first process read all batches, and a resume could"
+            " not continue at the same one: leave it out"
         )
 
 

@@ -124,12 +124,12 @@ def _loss(history: History) -> str:
     line = history.line()
     points = [(step.step, step.loss) for step in line if step.loss is not None]
     sees_none = any(sitting.kind == "checkpointer" for sitting in history.sittings)
-    odd = [] if sees_none else [step.step for step in line if step.loss is None and not step.skipped]
+    not_finite = [] if sees_none else [step.step for step in line if step.loss is None and not step.skipped]
     if not points:
         return absent(
             "No losses were logged: a Checkpointer does not see them. What the training script logs elsewhere has them."
             if sees_none
-            else _not_finite(odd, "loss of a step").strip() or "No step has been logged yet."
+            else _not_finite(not_finite, "loss") or "No step has been logged yet."
         )
     curves = [Curve("loss", points)]
     first, last = line[0].step, line[-1].step
@@ -137,21 +137,23 @@ def _loss(history: History) -> str:
     dots = [(step, loss) for step, loss in held_out if loss is not None]
     curves += [Curve("loss on held-out text", dots, "b", dots=True)] if dots else []
     skipped = [step for step in line if step.skipped]
-    said = f"From {number(points[0][1])} at step {points[0][0]:,} to {number(points[-1][1])} at step {points[-1][0]:,}."
-    said += _not_finite(odd, "loss of a step")
-    said += _not_finite([step for step, loss in held_out if loss is None], "loss on held-out text")
+    said = [
+        f"From {number(points[0][1])} at step {points[0][0]:,} to {number(points[-1][1])} at step {points[-1][0]:,}.",
+        _not_finite(not_finite, "loss"),
+        _not_finite([step for step, loss in held_out if loss is None], "loss on held-out text"),
+    ]
     if skipped:
         last = skipped[-1]
-        said += f" {counted(len(skipped), 'step')} changed nothing, the last one step {last.step:,}: {last.skipped}."
-    return paragraph(said) + chart(curves, LOSS)
+        steps = counted(len(skipped), "step")
+        said.append(f"{steps} changed nothing, the last one step {last.step:,}: {last.skipped}.")
+    return paragraph(" ".join(filter(None, said))) + chart(curves, LOSS)
 
 
 def _not_finite(steps: Sequence[int], what: str) -> str:
-    """Return a sentence about ``steps`` at which ``what`` is no finite number, so that the chart lacks it."""
+    """Return a sentence on ``steps`` whose ``what`` is not finite, so that the chart lacks them; "" for none."""
     if not steps:
         return ""
-    which = f"that at step {steps[-1]:,}" if len(steps) == 1 else f"the last one at step {steps[-1]:,}"
-    return f" Not drawn: {len(steps):,} times the {what} was no finite number, {which}."
+    return f"Not drawn: the {what} was not finite at {counted(len(steps), 'step')}, the last one step {steps[-1]:,}."
 
 
 def _times(look: Look) -> str:

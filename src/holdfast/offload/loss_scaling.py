@@ -69,14 +69,15 @@ class LossScale:
         """Divide the fp32 sum of scaled gradients by the scale, in place."""
         grad.mul_(_fp32(1 / self.scale))
 
-    def moves(self) -> dict[str, Any]:
-        """Return the rules by which the scale moves, as JSON. A resume does not restore them."""
-        names = ("growth_factor", "backoff_factor", "growth_interval")
-        return {name: getattr(self, name) for name in names}
-
     def progress(self) -> dict[str, Any]:
         """Return the part that a commit keeps, as JSON."""
         return {"scale": self.scale, "good_steps": self.good_steps}
+
+
+def rules_of(scale: LossScale) -> dict[str, Any]:
+    """Return the rules by which ``scale`` changes, as JSON. A resume does not restore them."""
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    return {name: getattr(scale, name) for name in names}
 
 
 def _fp32(value: float) -> float:

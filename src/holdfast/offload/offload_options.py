@@ -130,7 +130,9 @@ class Precision:
         if not isinstance(scale, (LossScale, type(None))):
             raise BadInput(f"loss_scale = {scale!r} is none: write holdfast.LossScale(scale={scale!r})")
         if scale is not None and self.dtype != "fp16":
-            raise BadInput(f"loss_scale is of fp16, and the precision is {self.dtype!r}: leave it out")
+            raise BadInput(
+                f"loss_scale is of fp16, and the precision is {self.dtype!r}: give 'fp16', or leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

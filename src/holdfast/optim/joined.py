@@ -54,7 +54,7 @@ class Joined(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load each member's share of a state dict as the member would."""
-        self.state.keys()  # refused here, before a member has changed, while a run holds it
+        self.state.keys()  # raises here while an engine holds the state, before any member has changed
         numbers = iter(state_dict["param_groups"])
         for optimizer in self.members:
             groups = [next(numbers) for _ in optimizer.param_groups]

@@ -177,9 +177,9 @@ class Delta:
         """Warn if the last step of the commit ``where`` was drawn on another kind of processor than this one."""
         if self.slope is not None and self.drawn not in ("", noise_digest()):
             warnings.warn(
-                f"{where}: the last step of MeZO is drawn again here, and this processor or torch draws normal numbers"
-                " with other last bits than the one that trained, so last bits of the weights may differ from those of"
-                " training. For the same bits resume there, and call save() or close() of the engine first.",
+                f"{where}: the last step of MeZO is drawn again here, and normal numbers of this processor or torch"
+                " version differ in their last bits from those of training, so last bits of the weights may, too. For"
+                " the same bits resume on the machine that trained, and call save() or close() of the engine there.",
                 stacklevel=3,
             )
 

@@ -96,8 +96,11 @@ def aliases_of(parameters: Iterable[CapturedParameter]) -> dict[str, str]:
     return {alias: parameter.name for parameter in parameters for alias in parameter.names[1:]}
 
 
-class ModelParts(nn.ModuleList):
-    """The stages of one model that a rank of an interleaved pipeline has. Names are those of the whole model."""
+class PipelineStages(nn.ModuleList):
+    """The stages of one model that a rank has under an interleaved pipeline schedule.
+
+    Tensors keep the names of the whole model.
+    """
 
 
 def plain_paths(model: nn.Module) -> dict[str, str]:
@@ -119,7 +122,7 @@ def plain_paths(model: nn.Module) -> dict[str, str]:
 def wraps(module: nn.Module, name: str) -> bool:
     """Return whether ``module`` is a wrapper of its submodule ``name``, whose path leaves the name out."""
     alone = len(module._modules) == 1 and not module._parameters and not module._buffers
-    return name in WRAPPED or (name == "module" and alone) or isinstance(module, ModelParts)
+    return name in WRAPPED or (name == "module" and alone) or isinstance(module, PipelineStages)
 
 
 def join(path: str, name: str) -> str:
@@ -187,7 +190,7 @@ def _persistent_buffers(
                 )
             if name in module._non_persistent_buffers_set:
                 known_as = join(plain[path], name)
-                # of each stage of a pipeline, a table of positions
+                # several stages of a pipeline may have a buffer of this name: later ones keep their real path
                 passing[join(path, name) if known_as in passing else known_as] = (module, name)
                 continue
             if buffer is not None:

@@ -166,14 +166,10 @@ def warn_of_hook_state(model: nn.Module) -> None:
 
     Torch's PowerSGD hook is one: its error feedback begins anew at a resume.
     """
-    wrapped = model.modules()  # stages of a pipeline are wrapped one by one
-    hooks = [
-        hook
-        for each in wrapped
-        if isinstance(each, nn.parallel.DistributedDataParallel)
-        for hook in each._comm_hooks
-    ]
-    for _, given in hooks:
+    wrappers = (each for each in model.modules() if isinstance(each, nn.parallel.DistributedDataParallel))
+    for _, given in (
+        hook for each in wrappers for hook in each._comm_hooks
+    ):  # each stage of a pipeline has one
         if given is not None and not isinstance(given, (dist.ProcessGroup, HookState, AveragingState)):
             warnings.warn(
                 f"the model's communication hook has a {type(given).__name__}, and no commit holds it. Recorded steps"

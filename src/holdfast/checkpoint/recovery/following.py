@@ -51,7 +51,7 @@ class Follower:
         rank: int = 0,
         approximate: bool = False,
     ) -> None:
-        """Follow with ``rank``; with ``approximate`` also records of another kind of processor."""
+        """Prepare to follow ``rank``'s log. With ``approximate`` also replay records of another kind of processor."""
         self._store, self._state, self._after_update, self._rank = store, state, after_update, rank
         self._approximate = approximate
         self._over = threading.Event()

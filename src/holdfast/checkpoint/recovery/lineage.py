@@ -222,9 +222,10 @@ class Lineage:
             else f"go on from step {alone}, the newest base that needs no record, by resume(step={alone})"
         )
         writer = self.store.timelines()[0].get(self.base.timeline)
-        host = None if writer is None else writer.writer.get("host")  # of the first rank
-        one = f"{host} or a machine like it" if host else "a machine like the one that trained"
-        machines = one if len(self.chains) == 1 else "machines like those that trained, rank by rank"
+        machines = "machines like those that trained, rank by rank"
+        if len(self.chains) == 1:
+            host = None if writer is None else writer.writer.get("host")
+            machines = f"{host} or a machine like it" if host else "a machine like the one that trained"
         raise OtherArithmetic(
             f"{self.store.root}: the records of steps {self.base.oldest_step + 1} to {self.step} were written by"
             " another kind of processor or device, or another version of torch, whose arithmetic differs from this"

@@ -179,37 +179,33 @@ class LivingScript(NoScriptState):
 
 
 def reachable_step(store: LocalStore, training: TrainingState, step: int, nearest: bool = False) -> int:
-    """Return ``step`` if log records lead to it from a snapshot, on all ranks. Reads headers, and changes nothing.
+    """Return ``step`` if every rank can replay to it from a snapshot. Reads headers, and changes nothing.
 
-    With ``nearest`` a step that nothing leads to gives way to the newest one before it that is there, or else to that
-    of the first snapshot after it. One that a rank cannot replay, since it computes otherwise than the writer, gives
-    way likewise, on all ranks.
+    With ``nearest``, if that is not possible, return the newest recorded step before it, or else the step of the first
+    later snapshot that every rank can use.
 
-    Collective: every rank must call this. Raises ``NoCommit`` if there is none, and ``RunMismatch`` if the model had
-    another form then.
+    Collective: every rank must call this. Raises ``NoCommit`` if there is no such step, and ``RunMismatch`` if the
+    model had another form then.
     """
-    ranks, updates = training.ranks, training.after_update is not None
-
-    def refuse(line: Lineage) -> None:
-        line.refuse_other_model(training.state)
-        line.refuse_other_arithmetic(training.state, updates, ranks.rank)
-
-    reached = ranks.all_do(lambda: _reachable_here(store, step, nearest, refuse))
-    if len(set(reached)) > 1:
+    ranks = training.ranks
+    reached = ranks.all_do(lambda: _reachable_here(store, training, step, nearest))
+    if len(set(reached)) > 1:  # a rank that had to take a later snapshot cannot replay to an earlier step
         common = max(reached) if max(reached) > step else min(reached)
-        reached = ranks.all_do(lambda: _reachable_here(store, common, False, refuse))
+        reached = ranks.all_do(lambda: _reachable_here(store, training, common, False))
     return reached[0]
 
 
-def _reachable_here(store: LocalStore, step: int, nearest: bool, refuse: Callable[[Lineage], None]) -> int:
-    """Return the step that this rank can reach. ``refuse`` raises an error for a line that it cannot replay."""
+def _reachable_here(store: LocalStore, training: TrainingState, step: int, nearest: bool) -> int:
+    """Return the step that this rank can reach; ``reachable_step`` has the rules."""
+    state, updates = training.state, training.after_update is not None
     refs, problems = store.line(), list[str]()
     later = sorted(ref.step for ref in refs if ref.step > step) if nearest else []
     for wanted in (step, *later):
         line = line_to(store, wanted, problems, nearest)
         if line is not None:
             try:
-                refuse(line)
+                line.refuse_other_model(state)
+                line.refuse_other_arithmetic(state, updates, training.ranks.rank)
             except OtherArithmetic as error:
                 problems.insert(0, str(error))
                 continue

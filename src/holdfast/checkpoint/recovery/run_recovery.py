@@ -46,7 +46,7 @@ from ..arithmetic import (
     recorded_settings,
     settings_warnings,
 )
-from ..rank_consistency import give_to_others
+from ..rank_consistency import broadcast_missing_state
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, Reached, ReplayMismatch
@@ -323,7 +323,7 @@ class _Search:
             raise OtherArithmetic(f"on {those} of {ranks.world_size}: {error}", error.step)
 
     def _line(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
-        """Return the line up to ``target``, which belongs to this script."""
+        """Return the line from snapshot ``ref`` up to ``target``, once it is known to belong to this script."""
         line = Lineage.of(self.store, self.store.load(ref), target, self.tip, journals)
         if self.continuing:
             line.end_before_feedback()
@@ -382,10 +382,8 @@ class _Search:
         others = _other_members(line, self.state)
         same_cut = self._has_same_cut(line, others)
         is_approximate = any(self.ranks.everyone(line.is_approximate))
-        if is_approximate and not self.ranks.alone:
-            give_to_others(
-                self.state, self.ranks
-            )  # copies that were replayed on other kinds of processors differ
+        if is_approximate and not self.ranks.alone:  # copies replayed on different processors differ
+            broadcast_missing_state(self.state, self.ranks)
         own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
         lost = line.residuals_lost or (own_residuals and len(line.chains) != self.ranks.world_size)
         if lost or line.residuals_dropped:

@@ -3,8 +3,8 @@
 A step survives the trainers' death once all ranks have handed it over, so replicas hold back steps that some rank may
 not have. A snapshot is of one step on all ranks, found by counting, and becomes a commit when every replica has its
 share on the disk. Messages between ranks go over the ``RankCoordinator``, as for records. After a recovery from memory,
-ranks that hold the same regions send each other what only one of them had stored (``give_to_others``). Called by
-``replicating``.
+ranks that hold the same regions send each other what only one of them had stored (``broadcast_missing_state``). Called
+by ``replicating``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...store.run_store import LocalStore
 from ..capture import state_digests
 from ..coordinator import RankCoordinator, RankStatus
 from ..log.recorder import FinalizedStep
-from ..rank_consistency import give_to_others
+from ..rank_consistency import broadcast_missing_state
 from ..recovery.model_description import describe, rebuild
 from ..recovery.run_recovery import RecoveryResult, recover
 from ..recovery.shard_state import copy_into
@@ -102,7 +102,7 @@ class Replicas(Replica):
             if not problems:
                 if own.folder == retained_state.SYNC and not self._told_of_stray(own):
                     retained_state.take_sync(self._place)
-                give_to_others(self._state, ranks)
+                broadcast_missing_state(self._state, ranks)
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
                 return RecoveryResult(found, told + self._told_of_stray(own), progress=progress)

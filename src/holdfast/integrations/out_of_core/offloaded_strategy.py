@@ -128,7 +128,7 @@ class OffloadedFitting(Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save as the strategy does; a file that Lightning would put together in memory is written as it is read.
 
-        Without ``optimizer_states``, which would be empty: Lightning refuses to resume from such a file.
+        Without ``optimizer_states``, which the run holds: Lightning refuses to resume from such a file.
         """
         checkpoint.pop("optimizer_states", None)
         if self.engine is None or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options:
@@ -140,7 +140,7 @@ class OffloadedFitting(Strategy):
                 torch.save(checkpoint, file)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return nothing: the run holds the state of ``optimizer``."""
+        """Return an empty dict: the run holds the state of ``optimizer``."""
         return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -213,9 +213,9 @@ def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[Removabl
 
 
 class HeldState:
-    """The ``state`` of an optimizer while a run holds that, until ``remove``: every use is refused by name.
+    """Stands in for an optimizer's ``state`` while an engine is open, and refuses every use until ``remove``.
 
-    The optimizer's own is empty, or as it was when the run began, for a script that saves, changes or clears it.
+    The run holds the real state. The optimizer's own is empty or old, so a script that saved it would lose the run's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -232,8 +232,8 @@ class HeldState:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ModelNotSupported(
-            f"the state of {self._kind} was used (.state or state_dict()), and the run holds it, at every step: leave"
-            " that out. `holdfast convert RUN OUT --to torch` writes a file of weights and optimizer state."
+            f"the state of {self._kind} was used (.state or state_dict()) while an engine holds it. Leave that use"
+            " out; `holdfast convert RUN OUT --to torch` writes weights and optimizer state."
         )
 
     __contains__ = __delitem__ = __getitem__ = __iter__ = __len__ = __reversed__ = __setitem__ = _refuse

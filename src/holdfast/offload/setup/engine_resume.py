@@ -81,9 +81,10 @@ def contents_of(root: str | PurePath, disk: AnyDisk | None) -> RunContents | Non
 def dtype_of_run(root: str | PurePath, disk: AnyDisk | None = None) -> Any:
     """Return the compute dtype of a run, as its newest readable commit has it; None if there is no run.
 
-    Commits of the first versions do not name it: bf16, which was the default then.
+    Commits of the first versions name no dtype; they were written in bf16, the default then.
     """
     with suppress(NoCommit), LocalStore.read(root, disk=disk) as reader:
+        # without readable timeline records, no commit's line is known
         for ref in reader.line() or reader.commits():
             with suppress(Damaged, NoCommit):
                 manifest = reader.load(ref)

@@ -28,6 +28,7 @@ from ...store.disk import AnyDisk
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
+from ..loss_scaling import rules_of
 from ..memory.device import Device, open_device
 from ..model.blocks import can_stream
 from ..model.model_parts import ModelParts, ties_streamed
@@ -239,8 +240,9 @@ def _chosen_dtype(given: Arguments, device: Device, ranks: Ranks) -> str:
 
 
 def keeps_dtype(given: Arguments, planned: PlannedRun, ranks: Ranks) -> bool:
-    """Return whether the run in the directory, if there is one, has the dtype of ``planned``, or another was asked for.
+    """Return whether ``planned`` has the dtype that this call must use.
 
+    False if the dtype was "auto" and another process has begun the run, in another dtype, since it was planned.
     Collective: every rank must call this.
     """
     return ranks.first_does(
@@ -376,7 +378,7 @@ def _settings(given: Arguments, rules: StepRules) -> dict[str, Any]:
         "clipping": "per_block" if given.clipping.mode == "per_block" else "global",
         "normalize": rules.normalize_name,
         "order": given.order,
-        **({} if rules.loss_scale is None else {"loss_scale": rules.loss_scale.moves()}),
+        **({} if rules.loss_scale is None else {"loss_scale_rules": rules_of(rules.loss_scale)}),
         **({"quantised_compute_dtype": dtypes} if (dtypes := compute_dtypes(given.model)) else {}),
     }
 

@@ -440,8 +440,8 @@ def is_among_best(metrics: Mapping[str, float], keep: Keep, store: LocalStore, r
         found = ranks.everyone(dict(metrics))
     except RankFailed as error:
         raise RankFailed(
-            f"{error} If the other rank goes on: at this step rank {ranks.rank} was given metrics=, and every rank has"
-            " to give the same at the same steps."
+            f"{error} If that rank is still training, it may have called step() without metrics=: rank {ranks.rank} was"
+            " given some at this step, and every rank has to give the same at the same steps."
         ) from error
     # as text, NaN is equal to itself; a rank without metrics= may be in another exchange by now
     gathered = [repr(sorted(each.items()) if isinstance(each, dict) else each) for each in found]

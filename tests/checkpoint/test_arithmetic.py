@@ -238,3 +238,32 @@ def test_fused_records_need_no_roots_whatever_the_script_says_now(tmp_path):
 def test_the_refusal_passes_to_another_process():
     error = pickle.loads(pickle.dumps(OtherArithmetic("text", 3)))
     assert (str(error), error.step) == ("text", 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*fails its own digest")
+def test_an_approximate_replay_does_not_pass_over_what_the_script_changed(tmp_path):
+    """The base with the change is damaged; records after it follow another state than the replay has."""
+    with other_processor():
+        loop, checkpointer = started(tmp_path)
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+        with torch.no_grad():
+            loop.model.first.weight.mul_(0.5)
+        checkpointer.save()
+        killed(loop, checkpointer, STEPS)
+    [changed] = [base for base in manifests(tmp_path) if base.step == 3]
+    (tmp_path / changed.path).write_bytes(b"damaged")
+    loop, checkpointer = started(tmp_path)
+    with pytest.warns(UserWarning, match="not the one that step 4 was trained from"):
+        assert checkpointer.resume(exactness="approximate") == 3
+    checkpointer.close(save=False)
+
+
+def test_16_bit_parameters_that_are_frozen_now_may_have_been_trained():
+    body, head = nn.Linear(3, 3).to(torch.bfloat16), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    body.requires_grad_(False)
+    state = LiveState(nn.ModuleList([body, head]), [optimizer])
+    updates = [{"optimizer": 0, "groups": hyper_parameters(optimizer.param_groups)}]
+    assert arithmetic.operations_of(state, updates, False) == ["linear", "half precision"]
+    assert arithmetic.depends_on_products(state, None)

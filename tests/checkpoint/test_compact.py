@@ -11,6 +11,7 @@ from torch import nn
 
 from checkpoint.loops import cut_small, make, same
 from checkpoint.test_replay import OPTIMIZERS
+from holdfast.checkpoint import arithmetic
 from holdfast.checkpoint.compression.lossy import TopK
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.snapshot import snapshot_state
@@ -286,3 +287,13 @@ def test_a_base_without_the_residuals_that_training_had_is_not_made(tmp_path):
     ):
         compact(tmp_path, None)
     assert steps_of(tmp_path) == [0]
+
+
+def test_a_compacted_base_has_the_note_of_the_last_process(tmp_path, monkeypatch):
+    """Its own base had none, as those of earlier versions have for some operations."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(snapshot_state, "arithmetic_here", lambda state: {})
+        trained(tmp_path, ADAMW)
+    compact(tmp_path, 4)
+    noted = LocalStore.read(tmp_path).at(4).progress["replay"]["arithmetic"]
+    assert set(noted["cpu"]) == set(arithmetic.GROUPS)

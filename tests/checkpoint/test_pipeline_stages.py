@@ -8,6 +8,8 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported
+from holdfast.state.capture import PipelineStages
+from holdfast.state.live_state import LiveState
 
 
 class Stage(nn.Module):
@@ -63,6 +65,16 @@ def test_stages_continue_with_tables_of_their_own(tmp_path):
     for expected, found in zip(state_of(whole), state_of(stages), strict=True):
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_replaced_module_takes_no_buffer_to_another_stage():
+    """Names are looked for anew then; of two buffers with one name the first keeps it."""
+    stages, optimizers = begun()
+    state = LiveState(PipelineStages(stages), optimizers)
+    assert [state.passing[name][0] for name in ("table", "1.table")] == stages
+    stages[1].layers["5"] = nn.ReLU()
+    state.follow_modules()
+    assert [state.passing[name][0] for name in ("table", "1.table")] == stages
 
 
 def test_stages_are_stored_by_the_names_of_the_whole_model(tmp_path):

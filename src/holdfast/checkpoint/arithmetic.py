@@ -25,6 +25,7 @@ import xxhash
 from ..accelerators import current_kind
 from ..optim.kinds import is_elementwise
 from ..optim.torch_threads import set_torch_threads
+from ..state.capture import CapturedParameter
 from ..state.live_state import LiveState
 from ..state.plain_tensors import host_bytes
 
@@ -65,7 +66,7 @@ def operations_of(state: LiveState, updates: Iterable[Mapping[str, Any]], after_
                 needed.add("fused")
             elif update["optimizer"] not in rootless:
                 needed.add("roots")
-    if any(p.parameter.element_size() < LEAST_EXACT for p in state.parameters if state.is_trained(p)):
+    if any(p.parameter.element_size() < LEAST_EXACT for p in _updated(state)):
         needed.add("half precision")
         if "fused" in needed:
             needed.add("fused half precision")
@@ -243,8 +244,13 @@ def depends_on_products(state: LiveState, after_update: Callable | None) -> bool
     """
     if after_update is not None or not all(map(is_elementwise, state.optimizers)):
         return True
-    own = (each.parameter for each in state.parameters if state.is_trained(each))
+    own = (each.parameter for each in _updated(state))
     return any(p.device.type == "cpu" and p.element_size() < LEAST_EXACT for p in own)
+
+
+def _updated(state: LiveState) -> list[CapturedParameter]:
+    """Return what an optimizer has: what is frozen now may train in a record."""
+    return [each for each in state.parameters if state.optimizer_of(each) is not None]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch import nn
 from ..distributed import Ranks
 from ..errors import ModelNotSupported
 from ..quantities import MiB, packed, shown
+from ..state.capture import aliases_of
 from ..state.layout.regions import AnyRegion, ReplicatedRegion, copies, owners, refuse_gaps
 from ..state.live_state import BUFFERS, LiveState
 from ..state.quantised_slots import refuse_unequal_quantisation
@@ -283,7 +284,8 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
         _store_together(held_by, stored, list(bundles))
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
-        state.elsewhere = set().union(*(names for _, names, _ in parts))
+        # an alias here is no tensor of another rank: a run without the tie is not of this model
+        state.elsewhere = set().union(*(names for _, names, _ in parts)) - aliases_of(state.parameters).keys()
     return state
 
 

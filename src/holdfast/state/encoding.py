@@ -439,17 +439,40 @@ def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
             **first["replay"],
             "parameters": joined_members([e["replay"]["parameters"] for e in progress]),
         }
+        first["groups"] = joined_groups([e["groups"] for e in progress])
     return first
 
 
 def joined_members(ranks: Sequence[list[list[list[str]]]]) -> list[list[list[str]]]:
-    """Return the parameter names of all ``ranks`` by optimizer and group, each once."""
-    members = [[dict.fromkeys(names) for names in groups] for groups in ranks[0]]
-    for other in ranks[1:]:
-        for mine, theirs in zip(members, other, strict=True):
-            for known, names in zip(mine, theirs, strict=True):
-                known.update(dict.fromkeys(names))
+    """Return the parameter names of all ``ranks`` by optimizer and group, each once.
+
+    Ranks with stages of a pipeline may have unlike numbers of either.
+
+    >>> joined_members([[[["a"], ["b"]]], [[["c"]], [["d"]]]])
+    [[['a', 'c'], ['b']], [['d']]]
+    """
+    members: list[list[dict[str, None]]] = []
+    for groups_of_rank in ranks:
+        members += [[] for _ in groups_of_rank[len(members) :]]
+        for known, groups in zip(members, groups_of_rank, strict=False):
+            known += [{} for _ in groups[len(known) :]]
+            for names, more in zip(known, groups, strict=False):
+                names.update(dict.fromkeys(more))
     return [[list(names) for names in groups] for groups in members]
+
+
+def joined_groups(ranks: Sequence[list[list[Any]]]) -> list[list[Any]]:
+    """Return the parameter groups of all ``ranks`` by optimizer: each as the first rank that has it says.
+
+    >>> joined_groups([[["g0", "g1"]], [["other"], ["h0"]]])
+    [['g0', 'g1'], ['h0']]
+    """
+    found: list[list[Any]] = []
+    for groups_of_rank in ranks:
+        found += [[] for _ in groups_of_rank[len(found) :]]
+        for known, groups in zip(found, groups_of_rank, strict=False):
+            known += groups[len(known) :]
+    return found
 
 
 LONG_TEXT = 4096

@@ -118,10 +118,11 @@ class ModulePlaces:
             for name, each in module._parameters.items()
             if each is not None
         }
-        self.buffers: dict[str, BufferPlace] = {
-            path + name: (module, name) for path, module in modules for name in module._buffers
-        }
-        """The place of each buffer by name, also where it is None or not persistent."""
+        self.buffers: dict[str, BufferPlace] = {}
+        """The place of each buffer by name, also where it is None or not persistent; of several stages the first."""
+        for path, module in modules:
+            for name in module._buffers:
+                self.buffers.setdefault(path + name, (module, name))
         self._persistent = {path + name for path, module in modules for name in _persistent(module)}
 
     def _named_modules(self) -> list[tuple[str, nn.Module]]:

@@ -187,4 +187,7 @@ def _has(file: FileRef, unit: SnapshotChunk, image: SnapshotImage) -> bool:
 def _progress(line: Lineage, stream: str, state: LiveState) -> dict[str, Any]:
     """Return the progress of the writer of ``stream`` after the last step."""
     old = line.base.progress_of(stream)
-    return {**line.chains[stream].progress, **state.standing(), **beside_records(old)}
+    made = {**line.chains[stream].progress, **state.standing(), **beside_records(old)}
+    if noted := line.writers_arithmetic(stream):  # the records that follow are of the last process
+        made["replay"] = {**made["replay"], "arithmetic": noted[-1]}
+    return made

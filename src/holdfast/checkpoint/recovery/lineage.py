@@ -210,7 +210,7 @@ class Lineage:
         records = [record for stream in streams for record in self.chains[stream].records]
         updates = (update for record in records for update in record.about["updates"])
         needed, ours = operations_of(state, updates, after_update), arithmetic_here(state)
-        notes = [there for stream in streams for there in self._writers_arithmetic(stream)]
+        notes = [there for stream in streams for there in self.writers_arithmetic(stream)]
         found = {name for there in notes for name in differing(there, ours, needed)}
         if not found or self.allows_approximation:
             self.is_approximate = bool(found)
@@ -236,16 +236,16 @@ class Lineage:
             alone,
         )
 
-    def _writers_arithmetic(self, stream: str) -> list[Arithmetic]:
+    def writers_arithmetic(self, stream: str) -> list[Arithmetic]:
         """Return what the writers of the records of ``stream`` computed with, as they noted it.
 
         The snapshot's writer may not be that of all records: a damaged snapshot gives way to an older one.
         """
         records = self.chains[stream].records
-        told = [record.about[ARITHMETIC] for record in records if ARITHMETIC in record.about]
+        noted = [record.about[ARITHMETIC] for record in records if ARITHMETIC in record.about]
         if not records or ARITHMETIC in records[0].about:
-            return told
-        return [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}), *told]
+            return noted
+        return [self.shares[stream].progress.get("replay", {}).get("arithmetic", {}), *noted]
 
     def _newest_alone(self) -> int | None:
         """Return the newest step, not after this line's snapshot, whose snapshot needs no record; None without one."""
@@ -441,14 +441,15 @@ class Lineage:
                         raise
                     raise Unreadable(error, step) from error
                 step += 1
-                is_reached = step > self.base.step and not self.is_approximate
+                is_reached = step > self.base.step
                 if is_reached and any(each.follows_another(record) for each, record, _ in found):
+                    or_unknown = " (or this approximate replay cannot tell)" if self.is_approximate else ""
                     raise ReplayMismatch(
                         step,
-                        f"the state after step {step - 1} is not the one that step {step} was trained from: the base of"
-                        f" step {step - 1} held another one, which the script had changed before save() or before a"
-                        " resume, and is not used here. `holdfast verify` says what is damaged; resume(step=) begins"
-                        " from a base that is there.",
+                        f"the state after step {step - 1} is not the one that step {step} was trained from{or_unknown}:"
+                        f" the base of step {step - 1} held another one, which the script had changed before save() or"
+                        " before a resume, and is not used here. `holdfast verify` says what is damaged; resume(step=)"
+                        " begins from a base that is there.",
                     )
                 taken = [each.of(record, parts) for each, record, parts in found]
                 how = recorded_settings(taken[0].about["progress"], found[0][0].share.progress)

@@ -57,6 +57,8 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
     }
     kinds = [class_named(kind) for kind in about["classes"]]
     members = joined_members([base.progress_of(s)["replay"]["parameters"] for s in base.streams])
+    if [len(groups) for groups in members] != [len(groups) for groups in progress["groups"]]:
+        raise _refused("its ranks have unlike optimizers or parameter groups, as stages of a pipeline may")
     described = zip(kinds, members, progress["groups"], strict=True)
     optimizers = [optimizer_of(kind, members, groups, held) for kind, members, groups in described]
     torch.set_num_threads(about["threads"])

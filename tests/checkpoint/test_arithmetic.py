@@ -241,6 +241,7 @@ def test_the_refusal_passes_to_another_process():
 
 
 @pytest.mark.filterwarnings("ignore:.*fails its own digest")
+@pytest.mark.filterwarnings("ignore:.*with the arithmetic of this machine")
 def test_an_approximate_replay_does_not_pass_over_what_the_script_changed(tmp_path):
     """The base with the change is damaged; records after it follow another state than the replay has."""
     with other_processor():

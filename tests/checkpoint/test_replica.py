@@ -554,7 +554,13 @@ def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypa
             raise DiskFull("no space left")
         return real(self, step, *rest)
 
+    def keep(*what):
+        time.sleep(2)  # as gigabytes take
+        real_keep(*what)
+
+    real_keep = retained_state.keep
     monkeypatch.setattr(LocalStore, "publish", publish)
+    monkeypatch.setattr(retained_state, "keep", keep)
     loop, checkpointer = start(tmp_path, base_every=3)
     checkpointer.resume()
     with pytest.raises(DiskFull, match="no space left"):

@@ -128,22 +128,32 @@ class ReplicaProcess:
     def end(self) -> None:
         """Wait until the process has sent ``LAST_WORD``, and end it. It has ended or was killed when this returns.
 
-        Raises the error of the process.
+        A process that has failed sends it when its state is kept in memory. Raises the error of the process.
         """
         assert self._process is not None
         try:
             self.wait_for(lambda: LAST_WORD in self._said)
+            self.check()
         finally:
+            if self.failure is not None:
+                self._wait_until_kept()
             self._let_go = True
             self._disconnect()
             try:
-                self._process.wait(10 if LAST_WORD in self._said else 1)
+                self._process.wait(10 if LAST_WORD in self._said and self.failure is None else 1)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 with suppress(
                     subprocess.TimeoutExpired
                 ):  # a process that hangs in the kernel ends when the kernel lets it
                     self._process.wait(10)
+
+    def _wait_until_kept(self) -> None:
+        """Wait for the last word of a process that has failed, which may have gigabytes to copy, or for its end."""
+        until = running_clock.now() + self._deadline
+        with self.changed:
+            while LAST_WORD not in self._said and self._thread.is_alive() and running_clock.now() < until:
+                self.changed.wait(0.1)
 
     def _disconnect(self) -> None:
         """End the connection, and close it once no thread receives or sends any more."""

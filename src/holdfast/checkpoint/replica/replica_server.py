@@ -102,6 +102,7 @@ class ReplicaServer:
                 self._take_what_waits()
                 if self._equal:
                     self._keep()
+            self._say(word=LAST_WORD)
         finally:
             if not self._kept:
                 there = any(

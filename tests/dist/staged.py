@@ -45,5 +45,6 @@ def main(
             optimizer.zero_grad()
         checkpointer.step()
     checkpointer.wait()
+    dist.barrier()  # the first rank has the store that the other one asks
     checkpointer.close(save=False)
     say(ended=digest([part.state_dict() for part in own]))

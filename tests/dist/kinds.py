@@ -1,4 +1,4 @@
-"""What ranks do of which some are on another kind of processor."""
+"""Training in which some ranks run on another kind of processor."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def train(
 ) -> None:
     """Train to ``steps``, the last of them in a record alone.
 
-    A refused resume is said, and with ``falls_back`` followed by an approximate one. ``back`` has a step at which all
-    go back, by its text. Of the loss after step ``bad_at`` a guard is told that it is bad.
+    Report a refused resume; with ``falls_back`` resume approximately after it. ``back`` maps a step, as text, to the
+    step to go back to. The guard gets an infinite loss after step ``bad_at``.
     """
     snapshot_chunks.UNIT_BYTES = 100
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dist.world import World
@@ -23,6 +24,10 @@ def test_ranks_with_unlike_optimizers_and_groups_go_on(world, tmp_path):
     assert [(each["resumed"], each["state"]) for each in said] == [(3, each["ended"]) for each in begun]
     shown = CliRunner().invoke(app, ["show", str(tmp_path)])
     assert shown.exit_code == 0 and all(f"{name}.weight" in shown.output for name in "abc"), shown.output
+    out = tmp_path / "out.pt"
+    converted = CliRunner().invoke(app, ["convert", f"{tmp_path}@0", str(out), "--to", "torch"])
+    assert converted.exit_code == 0, converted.output
+    assert torch.load(out)["model"].keys() >= {"a.weight", "b.weight", "c.weight", "more"}
     with pytest.raises(BadInput, match="its ranks have unlike optimizers or parameter groups"):
         compact(tmp_path, 4)
 

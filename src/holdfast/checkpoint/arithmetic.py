@@ -66,7 +66,7 @@ def operations_of(state: LiveState, updates: Iterable[Mapping[str, Any]], after_
                 needed.add("fused")
             elif update["optimizer"] not in rootless:
                 needed.add("roots")
-    if any(p.parameter.element_size() < LEAST_EXACT for p in _updated(state)):
+    if any(p.parameter.element_size() < LEAST_EXACT for p in _in_optimizers(state)):
         needed.add("half precision")
         if "fused" in needed:
             needed.add("fused half precision")
@@ -244,12 +244,12 @@ def depends_on_products(state: LiveState, after_update: Callable | None) -> bool
     """
     if after_update is not None or not all(map(is_elementwise, state.optimizers)):
         return True
-    own = (each.parameter for each in _updated(state))
+    own = (each.parameter for each in _in_optimizers(state))
     return any(p.device.type == "cpu" and p.element_size() < LEAST_EXACT for p in own)
 
 
-def _updated(state: LiveState) -> list[CapturedParameter]:
-    """Return what an optimizer has: what is frozen now may train in a record."""
+def _in_optimizers(state: LiveState) -> list[CapturedParameter]:
+    """Return the parameters that an optimizer has. Those that are frozen now may be trained in a record."""
     return [each for each in state.parameters if state.optimizer_of(each) is not None]
 
 

@@ -167,9 +167,8 @@ def warn_of_hook_state(model: nn.Module) -> None:
     Torch's PowerSGD hook is one: its error feedback begins anew at a resume.
     """
     wrappers = (each for each in model.modules() if isinstance(each, nn.parallel.DistributedDataParallel))
-    for _, given in (
-        hook for each in wrappers for hook in each._comm_hooks
-    ):  # each stage of a pipeline has one
+    # each stage of a pipeline has a wrapper of its own
+    for _, given in (hook for each in wrappers for hook in each._comm_hooks):
         if given is not None and not isinstance(given, (dist.ProcessGroup, HookState, AveragingState)):
             warnings.warn(
                 f"the model's communication hook has a {type(given).__name__}, and no commit holds it. Recorded steps"

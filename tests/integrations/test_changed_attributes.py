@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 
 from holdfast.integrations.shared.changed_attributes import ChangedAttributes
@@ -42,3 +45,94 @@ def test_containers_come_back_with_what_training_has_put_into_them():
     resumed.metrics["train"]["norm"].append(1.0)
     resumed.metrics["eval"]["loss"].append(1.0)
     assert resumed.queue.maxlen == 2
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: torch.Generator().manual_seed(1), lambda: np.random.default_rng(1), lambda: random.Random(1),
+             lambda: np.random.RandomState(1)],
+)  # fmt: skip
+def test_generators_come_back_in_place(made):
+    """Also one that the script makes when it first draws."""
+
+    def script():
+        host = SimpleNamespace(early=made(), late=None)
+        return host, ChangedAttributes({"host": host}, torch.nn.Linear(2, 2), {})
+
+    trained, attributes = script()
+    assert attributes.changed()["values"] == {}
+    trained.late = made()
+    for each in (trained.early, trained.late, trained.late):
+        draw(each)
+    resumed, again = script()
+    held = resumed.early
+    again.restore(json.loads(json.dumps(attributes.changed())))
+    assert resumed.early is held
+    assert [draw(resumed.early), draw(resumed.late)] == [draw(trained.early), draw(trained.late)]
+
+
+def draw(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.randint(1 << 30, (), generator=generator).item()
+    return generator.random()
+
+
+def test_attributes_go_back_to_an_earlier_moment():
+    host = SimpleNamespace(number=1, items=[1], nested=[[1]], tensor=torch.zeros(2), other=1)
+    attributes = ChangedAttributes({"host": host}, torch.nn.Linear(2, 2), {})
+    host.number, host.tensor = 2, torch.ones(2)
+    before = attributes.values()
+    host.number, host.new = 3, 4
+    host.items.append(2)
+    host.nested[0].append(2)
+    attributes.go_back(json.loads(json.dumps(attributes.since(before))))
+    assert (host.number, host.items, host.nested) == (2, [1], [[1]])
+    assert not hasattr(host, "new")
+    host.other = 5
+    attributes.go_back(attributes.since(attributes.values()))
+    assert host.other == 5 and torch.equal(host.tensor, torch.ones(2))
+
+
+class Object:
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+LARGE = 40_000
+"""Elements of a tensor that is too large to be stored by value."""
+
+
+@pytest.mark.parametrize(
+    "made, change",
+    [
+        (lambda: torch.nn.Linear(2, 2), lambda each: each.weight.data.mul_(2)),
+        (lambda: {"w": torch.ones(LARGE)}, lambda each: each["w"].mul_(2)),
+        (lambda: Object(shadow=[torch.ones(2)]), lambda each: each.shadow[0].mul_(2)),
+        (lambda: Object(shadow=[torch.ones(2)]), lambda each: each.shadow.__setitem__(0, torch.zeros(2))),
+    ],
+)
+def test_tensors_that_cannot_be_kept_have_a_warning(made, change):
+    model = torch.nn.Linear(2, 2)
+    host = Object(average=made(), model=model, samples=[{"x": torch.ones(2)} for _ in range(5000)])
+    attributes = ChangedAttributes({"host": host}, model, {})
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.mul_(2)
+            host.samples[0]["x"].mul_(2)  # of too many to look at
+        attributes.changed()
+    with torch.no_grad():
+        change(host.average)
+    with pytest.warns(UserWarning, match=r"host\.average changes in training and cannot be kept"):
+        for _ in range(4):
+            attributes.changed()
+
+
+def test_tensors_of_an_object_that_saves_itself_have_no_warning():
+    class Saves(Object):
+        def state_dict(self):
+            return {}
+
+    host = Saves(average=torch.nn.Linear(2, 2))
+    attributes = ChangedAttributes({"host": host}, torch.nn.Linear(2, 2), {})
+    for _ in range(4):
+        host.average.weight.data.mul_(2)
+        attributes.changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.utils.data import (
 from holdfast.errors import RunMismatch
 from holdfast.integrations.shared.epoch_batches import EpochBatches
 from holdfast.integrations.shared.position import Batches
+from holdfast.state.encoding import decode, encode
+from support.drawing import Draws, Masks, Shuffles
 
 
 def shards(data, batch, ranks, sampler=None, drop_last=False):
@@ -156,3 +159,26 @@ def test_a_peek_before_a_resume_counts_no_pass():
     assert again.epoch == 1
     assert [batch.tolist() for batch in again] == [[2, 3], [4, 5], [6, 7]]
     assert again.epoch == 2
+
+
+def test_data_that_draws_by_itself_continues():
+    """Also the batch that was made and not handed out, which a loader of accelerate is ahead."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    def script():
+        samples = [{"input_ids": torch.full((4,), 100 * i)} for i in range(20)]
+        indices = BatchSampler(Shuffles(len(samples)), 2, drop_last=False)
+        return Batches(
+            data_loader.DataLoaderShard(Draws(samples), batch_sampler=indices, collate_fn=Masks()), 1
+        )
+
+    alone, left, resumed = script(), script(), script()
+    whole = [batch["input_ids"] for _ in range(2) for batch in alone]
+    for _ in left:
+        pass
+    for _, _ in zip(range(3), left, strict=False):
+        state = json.loads(json.dumps(encode(left.state_dict())))
+    resumed.load_state_dict(decode(state))
+    resumed.resumed()
+    found = [batch["input_ids"] for batch in resumed]
+    assert len(found) == 7 and all(map(torch.equal, found, whole[13:]))

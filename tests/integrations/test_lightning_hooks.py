@@ -183,6 +183,18 @@ def saving_by_hooks():
     return Saves(), [], {}
 
 
+def drawing_by_itself():
+    class Draws(Net):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def training_step(self, batch, index):
+            return torch.rand((), generator=self.generator) * super().training_step(batch, index)
+
+    return Draws(), [], {}
+
+
 def stopping_by_a_sum_of_the_epoch():
     return Net(), [EarlyStopping("train", patience=1, min_delta=0.05)], {"max_epochs": 6}
 
@@ -196,6 +208,7 @@ MAKES = [
     set_up_by_epochs,
     counting_in_attributes,
     saving_by_hooks,
+    drawing_by_itself,
     stopping_by_a_sum_of_the_epoch,
 ]
 

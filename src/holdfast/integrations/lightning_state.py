@@ -32,7 +32,7 @@ from torchmetrics import Metric
 from ..checkpoint.user_state import MOST_BYTES, tensor_bytes
 from ..errors import BadInput
 from ..quantities import format_bytes, shown
-from .shared.changed_attributes import OF_MODULES, ChangedAttributes, datasets_of, modules_of, names_in
+from .shared.changed_attributes import OF_MODULES, ChangedAttributes, data_objects, modules_of, names_in
 
 LEFT_OUT: dict[type, frozenset[str]] = {
     nn.Module: OF_MODULES - {"training"},
@@ -80,7 +80,7 @@ class HostState:
         objects |= {f"callback {i} {type(each).__name__}": each for i, each in enumerate(own)}
         if trainer.datamodule is not None:
             objects["datamodule"] = trainer.datamodule
-        objects |= datasets_of(trainer.train_dataloader)
+        objects |= data_objects(trainer.train_dataloader)
         of_the_trainer = frozenset(vars(trainer)) - HOOKS_MAY_SET
         self._attributes = ChangedAttributes(
             objects, model, {**LEFT_OUT, **of_callbacks, Trainer: of_the_trainer}

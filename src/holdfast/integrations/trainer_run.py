@@ -11,13 +11,14 @@ import json
 import sys
 import warnings
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
@@ -31,7 +32,7 @@ from ..state.progress import random_state, restore_random_state
 from .shared.changed_attributes import (
     OF_MODULES,
     ChangedAttributes,
-    datasets_of,
+    data_objects,
     innermost,
     modules_of,
     names_in,
@@ -85,6 +86,8 @@ class Training:
         self._restored: dict[str, Any] | None = None
         """The restored state of the run, until the loop exists."""
         self._order = Order(None, None)
+        self._accumulation = 0
+        """The batches of a step, when training began."""
         self._place = _Place(0, encode(self._order.now()))
         self._logged = _Logged()
         self._recorded_step = 0
@@ -106,7 +109,7 @@ class Training:
             if method is not None:
                 vars(self._trainer)[name] = method
         if self._batches is not None:
-            vars(self._loader.base_dataloader)["batch_sampler"] = self._batches.inner
+            vars(_torchs(self._loader))["batch_sampler"] = self._batches.inner
         if self._checkpointer is not None:
             self._checkpointer.__exit__(*error)
 
@@ -140,6 +143,7 @@ class Training:
         """Record the step. Called at the end of every optimizer step, and again at the end of an epoch."""
         if self._trainer.state.global_step > self._recorded_step:
             assert self._checkpointer is not None
+            self.refuse_other_accumulation()
             self._recorded_step = self._trainer.state.global_step
             self._place.updates += 1
             self._ending = {"grad_norm": _whole(grad_norm), "learning_rate": learning_rate}
@@ -148,6 +152,16 @@ class Training:
             assert self._ending is not None
             grad_norm, learning_rate = self._ending["grad_norm"], self._ending["learning_rate"]
         self._end_step(tr_loss, grad_norm, *rest, learning_rate=learning_rate, **options)
+
+    def refuse_other_accumulation(self) -> None:
+        """Raise ``BadInput`` if a callback has changed the number of batches in a step, by which a place is counted."""
+        now = self._trainer.args.gradient_accumulation_steps
+        if now != self._accumulation:
+            raise BadInput(
+                f"args.gradient_accumulation_steps was {self._accumulation} when training began and is {now} now. The"
+                " place in the data is counted in steps of equally many batches: leave it as it is, or train on in"
+                " another run, from the weights of this one"
+            )
 
     def load_random_state(self, checkpoint: Any) -> None:
         """Set the generators when the resumed epoch's first batches exist, unless a watched sampler has done it."""
@@ -158,12 +172,17 @@ class Training:
 
     def _watch_loader(self, loader: Any) -> None:
         self._loader = loader
-        inside = getattr(loader, "base_dataloader", None)
-        batches = getattr(inside, "batch_sampler", None)
+        inside = _torchs(loader)
+        batches = inside.batch_sampler
+        data = ChangedAttributes(data_objects(loader), nn.Module(), {})
         if batches is not None and not isinstance(loader.dataset, IterableDataset):
-            self._batches = WatchedBatches(batches)
+            self._batches = WatchedBatches(batches, data)
             vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
-        self._order = Order(inside, self._batches)
+        watched = self._batches
+        self._order = Order(
+            inside, None if watched is None else watched.inner, data if watched is None else None
+        )
+        self._accumulation = self._trainer.args.gradient_accumulation_steps
 
     def _open(self, loader: Any, model: Any) -> None:
         trainer = self._trainer
@@ -171,7 +190,7 @@ class Training:
         self._watch_attributes()
         newest = newest_progress(self._run)
         self._begin_epoch_again(newest)
-        set_up_again(newest, "loader", dict(model.named_parameters()), [innermost(trainer.optimizer)])
+        set_up_again(newest, "loader", dict(trainer.model.named_parameters()), [innermost(trainer.optimizer)])
         self._checkpointer = Checkpointer(
             self._run,
             model=model,
@@ -192,7 +211,7 @@ class Training:
         objects = {
             **modules_of(model, type(model).__name__),
             **{f"callback {i} {type(each).__name__}": each for i, each in enumerate(callbacks)},
-            **datasets_of(self._loader),
+            **data_objects(self._loader),
             **_rewards_of(trainer),
             "trainer": trainer,
             "args": trainer.args,
@@ -251,13 +270,32 @@ class Training:
         control = trainer.control
         if control.should_training_stop or control.should_epoch_stop or batches == loop["steps_in_epoch"]:
             loop["num_update_steps_per_epoch"] = batches // trainer.args.gradient_accumulation_steps
+            self._leave_epoch(place, batches)
         elif batches:
-            self._random_now = random_state()
+            self._random_now = random_state() if self._batches is None else self._batches.state()
             if self._batches is not None:
                 pending = [decode(place.pending)] if place.pending is not None else []
                 self._batches.replay_generators(batches, [*pending, self._random_now])
             self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
+
+    def _leave_epoch(self, place: _Place, num_batches: int) -> None:
+        """Bring samplers and generators to the end of an epoch of which no batch is left.
+
+        The loop that follows makes an iterator over no batches, for which a loader of torch draws a seed.
+        """
+        now, handler = random_state(), vars(self._trainer.callback_handler)
+        if self._batches is not None:
+            self._order.put_back(decode(place.random))
+            for _ in islice(self._batches, num_batches + 1):
+                pass
+
+        def end_epoch(*args: Any) -> Any:
+            restore_random_state(now)
+            del handler["on_epoch_end"]
+            return self._trainer.callback_handler.on_epoch_end(*args)
+
+        handler["on_epoch_end"] = end_epoch
 
     # The loader's interface for the checkpointer
 
@@ -324,8 +362,8 @@ class Training:
         """Return the generators before the batch that is already made but not trained on; None if there is none."""
         if self._batches is None or self._loader.num_workers:
             return None
-        batch, state = self._batches.newest
-        return encode(state) if batch == self._num_batches() else None
+        state = self._batches.pending(self._num_batches())
+        return None if state is None else encode(state)
 
     def _num_batches(self, most: int = sys.maxsize) -> int:
         """Return the number of batches of the epoch that the recorded steps took, at most ``most``."""
@@ -342,6 +380,8 @@ class Training:
         vars(trainer.control).update(found["control"])
         if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
             trainer.control.should_training_stop = False  # the script now asks for more steps
+        if self._checkpointer is not None and trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True  # the script now asks for fewer
         self._ending = found["ending"]
         self._order.seed = found["seed"]
         here = _exportable(trainer)
@@ -400,6 +440,17 @@ class _Logged:
 
     def entries_of(self, text: str) -> list[dict[str, Any]]:
         return [decode(json.loads(line)) for line in text.splitlines()]
+
+
+def _torchs(loader: Any) -> DataLoader:
+    """Return the ``DataLoader`` of torch in ``loader``. Raises ``BadInput`` if there is none."""
+    inside = getattr(loader, "base_dataloader", loader)
+    if not isinstance(inside, DataLoader):
+        raise BadInput(
+            f"get_train_dataloader returned a {type(loader).__name__}, in which no place can be found again: let it"
+            " return a DataLoader of torch, or one that the accelerator has prepared"
+        )
+    return inside
 
 
 def _rewards_of(trainer: Any) -> dict[str, Any]:

@@ -177,12 +177,21 @@ class Training:
         data = ChangedAttributes(data_objects(loader), nn.Module(), {})
         if batches is not None and not isinstance(loader.dataset, IterableDataset):
             self._batches = WatchedBatches(batches, data)
+            self._batches.begins = self._begin_batches
             vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
         watched = self._batches
         self._order = Order(
             inside, None if watched is None else watched.inner, data if watched is None else None
         )
         self._accumulation = self._trainer.args.gradient_accumulation_steps
+
+    def _begin_batches(self) -> None:
+        """Draw the order from where the epoch began. Called when an epoch's first batch is requested.
+
+        Of workers that stay, only the iterator of a process's first epoch draws a seed for them, also after a resume.
+        """
+        if self._loader.persistent_workers and self._place.epoch:
+            self._order.put_back(decode(self._place.random))
 
     def _open(self, loader: Any, model: Any) -> None:
         trainer = self._trainer

@@ -161,16 +161,16 @@ def test_a_peek_before_a_resume_counts_no_pass():
     assert again.epoch == 2
 
 
-def test_data_that_draws_by_itself_continues():
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_data_that_draws_by_itself_continues(is_ahead):
     """Also the batch that was made and not handed out, which a loader of accelerate is ahead."""
     data_loader = pytest.importorskip("accelerate.data_loader")
+    kind = data_loader.DataLoaderShard if is_ahead else DataLoader
 
     def script():
         samples = [{"input_ids": torch.full((4,), 100 * i)} for i in range(20)]
         indices = BatchSampler(Shuffles(len(samples)), 2, drop_last=False)
-        return Batches(
-            data_loader.DataLoaderShard(Draws(samples), batch_sampler=indices, collate_fn=Masks()), 1
-        )
+        return Batches(kind(Draws(samples), batch_sampler=indices, collate_fn=Masks()), 1)
 
     alone, left, resumed = script(), script(), script()
     whole = [batch["input_ids"] for _ in range(2) for batch in alone]

@@ -390,7 +390,7 @@ def test_guard_is_refused_before_there_is_a_run(tmp_path):
 
 
 class DrawingStream(IterableDataset):
-    """Replaces a token by a generator of its own."""
+    """Replaces tokens, by a generator of its own and by Python's."""
 
     def __init__(self) -> None:
         self.generator = random.Random(4)
@@ -399,6 +399,7 @@ class DrawingStream(IterableDataset):
         for i in range(SAMPLES):
             tokens = Texts()[i]["input_ids"]
             tokens[self.generator.randrange(len(tokens))] = 1
+            tokens[random.randrange(len(tokens))] = 2
             yield {"input_ids": tokens, "labels": tokens}
 
 

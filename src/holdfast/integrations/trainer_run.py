@@ -164,9 +164,16 @@ class Training:
             )
 
     def load_random_state(self, checkpoint: Any) -> None:
-        """Set the generators when the resumed epoch's first batches exist, unless a watched sampler has done it."""
+        """Set the generators when the resumed epoch's first batches exist, unless a watched sampler has done it.
+
+        Those of Python and NumPy that a stream draws from are where reading it again has brought them.
+        """
         if self._batches is None:
-            restore_random_state(self._random_now)
+            now, begun = random_state(), decode(self._place.random)["random"]
+            drawn = {
+                name: now[name] for name in ("python", "numpy") if encode(now[name]) != encode(begun[name])
+            }
+            restore_random_state({**self._random_now, **drawn})
 
     # The run
 
@@ -195,6 +202,7 @@ class Training:
 
     def _open(self, loader: Any, model: Any) -> None:
         trainer = self._trainer
+        assert trainer.model is not None
         self._watch_loader(loader)
         self._watch_attributes()
         newest = newest_progress(self._run)

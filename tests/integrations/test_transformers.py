@@ -517,22 +517,6 @@ def test_fewer_steps_at_a_resume_are_none_more(tmp_path):
     assert trainer.state.global_step == 5
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch looks for as it compiles
-def test_what_is_trained_comes_back_in_a_compiled_model(tmp_path):
-    options = {"torch_compile": True, "torch_compile_backend": "eager"}
-    with pytest.raises(Interrupted):
-        make(
-            "unused", callbacks=[SetsUp(), HoldfastCallback(tmp_path / "run"), Interrupt(11)], **options
-        ).train()
-    alone = make("unused", callbacks=[SetsUp()], **options)
-    trainer = make("unused", callbacks=[SetsUp(), HoldfastCallback(tmp_path / "run")], **options)
-    for each in (alone, trainer):
-        each.train()
-    assert trainer.losses == alone.losses[11:]
-    assert digests(trainer) == digests(alone)
-
-
 def test_options_that_are_the_trainers_are_refused(tmp_path):
     with pytest.raises(BadInput, match="optimizer= is the trainer's"):
         HoldfastCallback(tmp_path / "run", optimizer=None)

@@ -202,12 +202,11 @@ class Training:
 
     def _open(self, loader: Any, model: Any) -> None:
         trainer = self._trainer
-        assert trainer.model is not None
         self._watch_loader(loader)
         self._watch_attributes()
         newest = newest_progress(self._run)
         self._begin_epoch_again(newest)
-        set_up_again(newest, "loader", dict(trainer.model.named_parameters()), [innermost(trainer.optimizer)])
+        set_up_again(newest, "loader", dict(model.named_parameters()), [innermost(trainer.optimizer)])
         self._checkpointer = Checkpointer(
             self._run,
             model=model,

@@ -7,7 +7,7 @@ import itertools
 import random
 import shutil
 import threading
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -465,7 +465,8 @@ def test_averages_that_are_given_come_back(tmp_path):
     def script(run, *callbacks):
         trainer = make("unused", callbacks=callbacks)
         average = AveragedModel(trainer.model)
-        attach(trainer, run, averages=average, after_update=lambda: average.update_parameters(trainer.model))
+        update = partial(average.update_parameters, trainer.model)
+        attach(trainer, run, averages=average, after_update=update, base_every=2)
         return trainer, average
 
     alone, expected = script(tmp_path / "alone")

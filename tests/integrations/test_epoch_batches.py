@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -182,3 +183,33 @@ def test_data_that_draws_by_itself_continues(is_ahead):
     resumed.resumed()
     found = [batch["input_ids"] for batch in resumed]
     assert len(found) == 7 and all(map(torch.equal, found, whole[13:]))
+
+
+class Slots:
+    """A sampler without a ``__dict__``."""
+
+    __slots__ = ()
+
+    def __iter__(self):
+        return iter([3, 1, 2, 0])
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": [3, 1, 2, 0]},
+        {"sampler": range(4)},
+        {"sampler": np.arange(4)},
+        {"sampler": Slots()},
+        {"batch_sampler": [[0, 1], [2, 3]]},
+    ],
+)
+def test_samplers_without_attributes_are_sampled_from(options):
+    loader = DataLoader(range(4), **options)
+    batches = Batches(loader, num_ranks=1)
+    assert [batch.tolist() for batch in batches] == [
+        batch.tolist() for batch in DataLoader(range(4), **options)
+    ]

@@ -237,7 +237,10 @@ class Batches:
 
 
 def _own_samplers(batches: Any) -> dict[str, Any]:
-    """Return the samplers in ``batches``, itself included, whose class is the script's, by number."""
+    """Return the samplers in ``batches``, itself included, whose class is the script's, by number.
+
+    Lists, ranges and arrays have no attributes, and are no state.
+    """
     found: list[Any] = []
     while batches is not None and id(batches) not in map(id, found):
         found.append(batches)
@@ -245,7 +248,7 @@ def _own_samplers(batches: Any) -> dict[str, Any]:
     return {
         f"sampler {i}": each
         for i, each in enumerate(found)
-        if package_of(type(each)) not in (*HOSTS, "torch")
+        if package_of(type(each)) not in (*HOSTS, "torch") and hasattr(each, "__dict__")
     }
 
 
@@ -389,12 +392,15 @@ class Order:
         data = {} if self._data is None else {DATA: generators_in(self._data.values())}
         return {"random": random_state(), "own": own, SAMPLERS: self._samplers.values(), **data}
 
-    def put_back(self, state: dict[str, Any]) -> None:
-        """Restore what ``now`` returned. A run of several ranks may have given the sampler a generator."""
+    def put_back(self, state: dict[str, Any], samplers: bool = True) -> None:
+        """Restore what ``now`` returned; attributes of samplers only with ``samplers``, since ``set_epoch`` sets some.
+
+        A run of several ranks may have given the sampler a generator.
+        """
         restore_random_state(state["random"])
         if self._data is not None and DATA in state:
             self._data.go_back(difference(state[DATA], generators_in(self._data.values())))
-        if SAMPLERS in state:
+        if SAMPLERS in state and samplers:
             self._samplers.restore({"values": state[SAMPLERS]})
         if "sampler" in state["own"] and getattr(self.sampler, "generator", self) is None:
             self.sampler.generator = torch.Generator()

@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from holdfast.errors import RunMismatch
+from holdfast.integrations.shared.changed_attributes import data_objects
 from holdfast.integrations.shared.epoch_batches import EpochBatches
 from holdfast.integrations.shared.position import Batches
 from holdfast.state.encoding import decode, encode
@@ -213,3 +214,72 @@ def test_samplers_without_attributes_are_sampled_from(options):
     assert [batch.tolist() for batch in batches] == [
         batch.tolist() for batch in DataLoader(range(4), **options)
     ]
+
+
+class Collates(torch.nn.Module):
+    """A model whose method collates, or a collator that is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.num_made = torch.nn.Parameter(torch.zeros(2)), 0
+
+    def collate(self, samples):
+        self.num_made += 1
+        return torch.tensor(samples)
+
+    def forward(self, samples):
+        return self.collate(samples)
+
+
+@pytest.mark.parametrize("is_model", [True, False])
+def test_a_resume_keeps_the_parameters_of_a_module_that_collates(is_model):
+    """Optimizers hold them. What a model counts in attributes is kept with the model."""
+
+    def script():
+        module = Collates()
+        loader = DataLoader(range(8), 2, collate_fn=module.collate if is_model else module)
+        return module, Batches(loader, 1, watched=module.modules() if is_model else ())
+
+    trained, batches = script()
+    for _, _ in zip(range(2), batches, strict=False):
+        trained.weight.data = trained.weight + 1
+        state = json.loads(json.dumps(encode(batches.state_dict())))
+    resumed, again = script()
+    held = resumed.weight
+    again.load_state_dict(decode(state))
+    again.resumed()
+    assert resumed.weight is held and not held.any()
+    assert resumed.num_made == (0 if is_model else 2)
+
+
+class Grouped:
+    """Code that collates has attributes, too, and they are no state."""
+
+    latest = 0
+
+    def __init__(self, samples):
+        Grouped.latest = samples[0]
+
+    @classmethod
+    def made(cls, samples):
+        cls.latest = samples[0]
+        return samples
+
+
+class Answers:
+    """A collator that has an attribute of any name, each time another object."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Answers()
+
+
+@pytest.mark.parametrize("collate", [Grouped, Grouped.made, np.array])
+def test_code_that_collates_has_no_state(collate):
+    assert [*data_objects(DataLoader(Draws([]), 2, collate_fn=collate))] == ["dataset"]
+
+
+@pytest.mark.timeout(20)
+def test_a_collator_of_any_attributes_is_one_object():
+    assert [*data_objects(DataLoader(Draws([]), 2, collate_fn=Answers()))] == ["dataset", "collator"]

@@ -12,7 +12,7 @@ from functools import cache, partial
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -449,6 +449,42 @@ def test_a_loader_of_the_scripts_own_goes_on_in_its_order(tmp_path, prepared):
     trainer = script(HoldfastCallback(tmp_path / "run", base_every=3))
     trainer.train()
     assert trainer.losses == alone.losses[16:]
+    assert digests(trainer) == digests(alone)
+
+
+class ByEpoch(Sampler):
+    """Another order in each epoch that it is told."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self):
+        return SAMPLES
+
+
+def test_samplers_that_are_told_the_epoch_keep_their_order_with_workers_that_stay(tmp_path):
+    def script(*callbacks):
+        trainer = make(
+            "unused", callbacks=callbacks, num_train_epochs=3, dataloader_num_workers=1,
+            dataloader_persistent_workers=True,
+        )  # fmt: skip
+        trainer._get_train_sampler = lambda *_: ByEpoch()
+        return trainer
+
+    alone = script()
+    alone.train()
+    for step in (10, 18):
+        with pytest.raises(Interrupted):
+            script(HoldfastCallback(tmp_path / "run", base_every=3), Interrupt(step)).train()
+    trainer = script(HoldfastCallback(tmp_path / "run", base_every=3))
+    trainer.train()
+    assert trainer.losses == alone.losses[18:]
     assert digests(trainer) == digests(alone)
 
 

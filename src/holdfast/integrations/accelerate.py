@@ -191,7 +191,11 @@ def _batches_of(loader: Any, accelerator: Accelerator) -> Any:
     if own:
         return loader
     return Batches(
-        loader, accelerator.num_processes, accelerator.gradient_accumulation_steps, moves_of(accelerator)
+        loader,
+        accelerator.num_processes,
+        accelerator.gradient_accumulation_steps,
+        moves_of(accelerator),
+        watched=[module for model in accelerator._models for module in model.modules()],
     )
 
 

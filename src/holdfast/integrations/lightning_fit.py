@@ -265,7 +265,13 @@ class Fit:
         if self._checkpointer is not None and self._trainer.state.stage == RunningStage.TRAINING:
             if self.place is not None:
                 raise BadInput("several loaders are trained from, or one is made anew: give one DataLoader")
-            self.place = LoaderPlace(loader, self._trainer.world_size, self._accumulates)
+            module = self._trainer.lightning_module
+            self.place = LoaderPlace(
+                loader,
+                self._trainer.world_size,
+                self._accumulates,
+                watched=[self._trainer, *self._trainer.callbacks, *module.modules()],
+            )
             loader = self._grouped(loader)
             self._put(loader, "state_dict", self._place_now)
             self._put(loader, "load_state_dict", self._find_place)

@@ -80,7 +80,7 @@ class HostState:
         objects |= {f"callback {i} {type(each).__name__}": each for i, each in enumerate(own)}
         if trainer.datamodule is not None:
             objects["datamodule"] = trainer.datamodule
-        objects |= data_objects(trainer.train_dataloader)
+        objects |= data_objects(trainer.train_dataloader, objects.values())
         of_the_trainer = frozenset(vars(trainer)) - HOOKS_MAY_SET
         self._attributes = ChangedAttributes(
             objects, model, {**LEFT_OUT, **of_callbacks, Trainer: of_the_trainer}

@@ -40,7 +40,7 @@ from .shared.changed_attributes import (
 )
 from .shared.collective_commit import newest_progress
 from .shared.epoch_batches import EpochBatches
-from .shared.position import Order, WatchedBatches, refuse_other_batches
+from .shared.position import Order, WatchedBatches, refuse_other_batches, watched_data
 
 STATE = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
@@ -181,7 +181,7 @@ class Training:
         self._loader = loader
         inside = _torchs(loader)
         batches = inside.batch_sampler
-        data = ChangedAttributes(data_objects(loader), nn.Module(), {})
+        data = watched_data(loader, self._watched().values())
         if batches is not None and not isinstance(loader.dataset, IterableDataset):
             self._batches = WatchedBatches(batches, data)
             self._batches.begins = self._begin_batches
@@ -193,12 +193,13 @@ class Training:
         self._accumulation = self._trainer.args.gradient_accumulation_steps
 
     def _begin_batches(self) -> None:
-        """Draw the order from where the epoch began. Called when an epoch's first batch is requested.
+        """Let the order be drawn from where the epoch began. Called when an epoch's first batch is requested.
 
-        Of workers that stay, only the iterator of a process's first epoch draws a seed for them, also after a resume.
+        Samplers keep what ``set_epoch`` has set since then. Of workers that stay, only the iterator of a process's
+        first epoch draws a seed for them, also after a resume.
         """
         if self._loader.persistent_workers and self._place.epoch:
-            self._order.put_back(decode(self._place.random))
+            self._order.put_back(decode(self._place.random), samplers=False)
 
     def _open(self, loader: Any, model: Any) -> None:
         trainer = self._trainer
@@ -219,20 +220,29 @@ class Training:
         show = progress_bar() if trainer.is_world_process_zero() else None
         self._checkpointer.resume(exactness=self._exactness, show=show)
 
-    def _watch_attributes(self) -> None:
-        """Treat the current attributes as set by the script."""
+    def _watched(self) -> dict[str, Any]:
+        """Return the objects, by name, whose attributes are watched, except for those of the data."""
         trainer, model = self._trainer, self._trainer.model
         assert model is not None
-        callbacks = trainer.callback_handler.callbacks
-        objects = {
+        return {
             **modules_of(model, type(model).__name__),
-            **{f"callback {i} {type(each).__name__}": each for i, each in enumerate(callbacks)},
-            **data_objects(self._loader),
+            **{
+                f"callback {i} {type(each).__name__}": each
+                for i, each in enumerate(trainer.callback_handler.callbacks)
+            },
             **_rewards_of(trainer),
             "trainer": trainer,
             "args": trainer.args,
             "state": trainer.state,
         }
+
+    def _watch_attributes(self) -> None:
+        """Treat the current attributes as set by the script."""
+        trainer, model = self._trainer, self._trainer.model
+        assert model is not None
+        callbacks = trainer.callback_handler.callbacks
+        objects = self._watched()
+        objects |= data_objects(self._loader, objects.values())
         own = {
             kind for each in (trainer, *callbacks) for kind in type(each).__mro__ if _is_transformers(kind)
         }

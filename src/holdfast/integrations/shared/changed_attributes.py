@@ -14,7 +14,7 @@ import json
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,6 +46,8 @@ PARTS = (nn.Module, torch.optim.Optimizer, torch.Tensor, types.ModuleType)
 OF_MODULES = frozenset({*vars(nn.Module()), "_output_capturing_hooks_installed"})
 """Attributes of modules that are no state. The last one is transformers' mark on a model whose hooks are there: in
 another process they are not, and with the mark they would never be installed."""
+CODE = (type, types.ModuleType, types.FunctionType)
+"""Types with attributes that are no state of a dataset or collator."""
 DEPTH = 3
 """The most containers and objects on the way to a tensor whose changes are noticed."""
 SAVING = ("state_dict", "on_save_checkpoint", "state")
@@ -186,18 +188,23 @@ def names_in(kind: type) -> frozenset[str]:
     return frozenset(name for each in methods if hasattr(each, "__code__") for name in each.__code__.co_names)
 
 
-def data_objects(loader: Any) -> dict[str, Any]:
-    """Return the objects that make the batches of ``loader``, by name: datasets and collators, also those inside."""
+def data_objects(loader: Any, watched: Iterable[Any] = ()) -> dict[str, Any]:
+    """Return the objects that make the batches of ``loader``, by name: datasets and collators, also those inside.
+
+    Not those that are ``watched`` already, as the model whose method collates.
+    """
     collate = getattr(loader, "collate_fn", None)
-    collate = getattr(collate, "__self__", collate)  # of a method
+    collate = collate.__self__ if isinstance(collate, types.MethodType) else collate
     found: dict[str, Any] = {}
+    seen = {*map(id, watched)}
     for name, thing, inner in (
         ("dataset", getattr(loader, "dataset", None), "dataset"),
-        ("collator", None if isinstance(collate, types.FunctionType) else collate, "data_collator"),
+        ("collator", collate, "data_collator"),
     ):
-        while hasattr(thing, "__dict__") and id(thing) not in map(id, found.values()):
+        while hasattr(thing, "__dict__") and not isinstance(thing, CODE) and id(thing) not in seen:
+            seen.add(id(thing))
             found[name] = thing
-            name, thing = f"{name}.{inner}", getattr(thing, inner, None)
+            name, thing = f"{name}.{inner}", vars(thing).get(inner)
     return found
 
 

@@ -10,7 +10,7 @@ integrations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -20,7 +20,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ...errors import BadInput, RunMismatch
 from ...state.progress import random_state, restore_random_state
-from .changed_attributes import HOSTS, ChangedAttributes, data_objects, difference, generators_in, package_of
+from .changed_attributes import (
+    HOSTS,
+    OF_MODULES,
+    ChangedAttributes,
+    data_objects,
+    difference,
+    generators_in,
+    package_of,
+)
 from .epoch_batches import EpochBatches
 
 DATA = "data"
@@ -32,7 +40,14 @@ SAMPLERS = "samplers"
 class LoaderPlace:
     """The place of one of ``num_ranks`` in ``loader``, torch's own or a wrapper. The caller counts the batches."""
 
-    def __init__(self, loader: Any, num_ranks: int, accumulation: int = 1, moves: int = 1) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        num_ranks: int,
+        accumulation: int = 1,
+        moves: int = 1,
+        watched: Iterable[Any] = (),
+    ) -> None:
         """Wrap the loader's batch sampler.
 
         Args:
@@ -40,13 +55,14 @@ class LoaderPlace:
             num_ranks: The number of ranks that train.
             accumulation: The batches of one optimizer step.
             moves: The moves of the learning-rate schedule in an optimizer step.
+            watched: Objects whose attributes the caller keeps, or that are no state of the data, as the model.
 
         Raises ``BadInput`` for a loader whose batches cannot be skipped.
         """
         self._inside = getattr(loader, "base_dataloader", loader)
         _refuse(self._inside)
         self._num_ranks, self.accumulation, self.moves = num_ranks, accumulation, moves
-        self._data = ChangedAttributes(data_objects(self._inside), nn.Module(), {})
+        self._data = watched_data(self._inside, watched)
         self._watched = _watched(self._inside, self._data)
         self._watched.begins = self._begin
         self._order = Order(self._inside, self._watched.inner)
@@ -161,10 +177,17 @@ class Batches:
     elastic = True
     schedule_advice = "Give it to accelerator.prepare, before training."
 
-    def __init__(self, loader: Any, num_ranks: int, accumulation: int = 1, moves: int = 1) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        num_ranks: int,
+        accumulation: int = 1,
+        moves: int = 1,
+        watched: Iterable[Any] = (),
+    ) -> None:
         """Wrap the loader, as ``LoaderPlace`` does. Raises ``BadInput`` for one whose batches cannot be skipped."""
         self.loader = loader
-        self.place = LoaderPlace(loader, num_ranks, accumulation, moves)
+        self.place = LoaderPlace(loader, num_ranks, accumulation, moves, watched)
         self._epoch = 0
         self._count = 0
         """The number of batches of the newest pass that were handed out."""
@@ -234,6 +257,14 @@ class Batches:
             self._is_left, self._newest = False, object()
             if found["iteration"] is not None:
                 self.loader.iteration = found["iteration"]
+
+
+def watched_data(loader: Any, watched: Iterable[Any]) -> ChangedAttributes:
+    """Return the attributes of what makes the batches of ``loader`` and is not ``watched`` already.
+
+    Modules among it keep their parameters, which are the model's or no state.
+    """
+    return ChangedAttributes(data_objects(loader, watched), nn.Module(), {nn.Module: OF_MODULES})
 
 
 def _own_samplers(batches: Any) -> dict[str, Any]:

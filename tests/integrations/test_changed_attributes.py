@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from holdfast.integrations.shared.changed_attributes import ChangedAttributes
+from holdfast.state.generators import generator_json
 
 
 def test_tensors_are_kept_once_they_have_changed_and_those_of_inference_always():
@@ -74,6 +75,38 @@ def draw(generator):
     if isinstance(generator, torch.Generator):
         return torch.randint(1 << 30, (), generator=generator).item()
     return generator.random()
+
+
+class Bits(np.random.PCG64):
+    pass
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: np.random.RandomState(np.random.PCG64(1)), lambda: np.random.Generator(Bits(1))]
+)
+def test_generators_that_could_not_be_made_again_are_not_stored(made):
+    host = SimpleNamespace(late=None)
+    attributes = ChangedAttributes({"host": host}, torch.nn.Linear(2, 2), {})
+    host.late = made()
+    with pytest.warns(UserWarning, match=r"host\.late changes in training and cannot be kept"):
+        assert attributes.changed()["values"] == {}
+
+
+@pytest.mark.parametrize(
+    "told, text",
+    [
+        ({"__generator__": "numpy", "state": {"bit_generator": "seed"}}, "of the kind numpy seed is known"),
+        ({"__generator__": "code", "state": {}}, "of the kind code is known"),
+        (generator_json(torch.Generator()) | {"device": "cuda:99"}, "was on cuda:99, which is not here"),
+    ],
+)
+def test_generators_that_cannot_be_made_stay_with_a_warning(told, text):
+    """A file of a run names one of a fixed list, and calls nothing else."""
+    host = SimpleNamespace(late=None)
+    attributes = ChangedAttributes({"host": host}, torch.nn.Linear(2, 2), {})
+    with pytest.warns(UserWarning, match=f"host.late stays as the script makes it: .*{text}"):
+        attributes.restore({"values": {"host": {"late": told}}})
+    assert host.late is None
 
 
 def test_attributes_go_back_to_an_earlier_moment():

@@ -31,9 +31,8 @@ from ...state.generators import (
     GENERATORS,
     generator_from,
     generator_json,
-    generator_state,
     is_generator_json,
-    set_generator,
+    is_set,
 )
 from ...state.layout.regions import local_held
 
@@ -256,12 +255,16 @@ class _Watched:
         for key, text in values.items():
             if key in self._left_out:
                 continue
-            value, now = decode(text, generator_from), own.get(key)
+            now = own.get(key)
+            try:
+                if is_generator_json(text) and is_set(now, text):  # others may hold it, too
+                    continue
+                value = decode(text, generator_from)
+            except BadInput as error:
+                warnings.warn(f"{self._name}.{key} stays as the script makes it: {error}.", stacklevel=4)
+                continue
             if isinstance(now, defaultdict) and type(value) is dict:
                 _fill(now, value)
-                continue
-            if isinstance(now, GENERATORS) and type(now) is type(value):  # others may hold it, too
-                set_generator(now, generator_state(value))
                 continue
             is_moved = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
             own[key] = value.to(now.device) if is_moved else value

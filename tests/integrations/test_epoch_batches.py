@@ -186,6 +186,42 @@ def test_data_that_draws_by_itself_continues(is_ahead):
     assert len(found) == 7 and all(map(torch.equal, found, whole[13:]))
 
 
+def evaluates(dataset, collator):
+    collator([dataset[0]])
+
+
+def sets_a_stage(dataset, collator):
+    dataset.num_made = 40
+
+
+@pytest.mark.parametrize("change", [evaluates, sets_a_stage])
+def test_data_continues_as_it_was_left_after_the_batch_that_was_made_ahead(change):
+    """A loop may draw from the collator, and set up the dataset, while that batch waits."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    def script():
+        dataset = Draws([{"input_ids": torch.full((4,), 100 * i)} for i in range(20)])
+        collator = Masks()
+        return (
+            dataset,
+            collator,
+            Batches(data_loader.DataLoaderShard(dataset, batch_size=2, collate_fn=collator), 1),
+        )
+
+    dataset, collator, alone = script()
+    whole = []
+    for number, batch in enumerate(alone):
+        whole.append(batch["input_ids"])
+        if number == 2:
+            change(dataset, collator)
+            state = json.loads(json.dumps(encode(alone.state_dict())))
+    _, _, resumed = script()
+    resumed.load_state_dict(decode(state))
+    resumed.resumed()
+    found = [batch["input_ids"] for batch in resumed]
+    assert len(found) == 7 and all(map(torch.equal, found, whole[3:]))
+
+
 class Slots:
     """A sampler without a ``__dict__``."""
 

@@ -103,7 +103,8 @@ class LoaderPlace:
     def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
         self._order.seed = state["seed"]
-        self._begun, self._random = state["begun"], random
+        self._begun = state["begun"]
+        self._random = {**random, DATA: {"values": state[DATA]}} if DATA in state else random
         if self._of_other_ranks(state) is not None:  # whose next batch was another
             state = {**state, "count": self.count_of(state), "pending": None}
         self._restored = state if self._begun is not None else None
@@ -363,7 +364,7 @@ class WatchedBatches:
 
     def state(self) -> dict[str, Any]:
         """Return the generators, and what datasets and collators have changed, as they are now."""
-        return {**random_state(), DATA: {"values": self._data.values(), "made": {}}}
+        return {**random_state(), DATA: {"values": self._data.values()}}
 
     def pending(self, number: int) -> dict[str, Any] | None:
         """Return the state before batch ``number``, if that is the newest which is made; otherwise None."""
@@ -372,7 +373,8 @@ class WatchedBatches:
 
     def _restore(self, state: dict[str, Any]) -> None:
         if DATA in state:
-            self._data.go_back(state[DATA])
+            found = state[DATA]  # of a batch, what has changed since; else all
+            self._data.go_back(found if "made" in found else difference(found["values"], self._data.values()))
         restore_random_state({key: value for key, value in state.items() if key != DATA})
 
     def __len__(self) -> int:

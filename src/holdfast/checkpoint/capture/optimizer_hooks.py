@@ -326,7 +326,7 @@ class OptimizerHooks:
             self.begins()
         were_changed = self._look_for_changes(True, index)  # by the script or by other pre-hooks
         trained, without = self._with_gradients(optimizer)
-        if were_changed and not trained:
+        if were_changed and not trained and _has_hooks(optimizer):
             raise _updated_elsewhere(optimizer)
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
@@ -519,6 +519,12 @@ def _refuse_closure(closure: Any) -> None:
             " recorded. If it calls the closure once, call closure() yourself and then optimizer.step()."
             f" If it calls it more often, as SAM does, its steps cannot be recorded. {WAY_OUT}"
         )
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether parameters have hooks that the backward pass calls with each gradient, and which may step."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
 def _updated_elsewhere(optimizer: torch.optim.Optimizer) -> BadInput:

@@ -488,6 +488,24 @@ def test_samplers_that_are_told_the_epoch_keep_their_order_with_workers_that_sta
     assert digests(trainer) == digests(alone)
 
 
+def test_what_a_script_has_put_on_the_handler_stays(tmp_path):
+    """Also where a resume at the end of an epoch fails."""
+
+    def fails(**_):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        make("unused", callbacks=[HoldfastCallback(tmp_path / "run"), Interrupt(8, BEGIN)]).train()
+    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
+    handler = trainer.callback_handler
+    own = {name: getattr(handler, name) for name in ("on_epoch_begin", "on_epoch_end")}
+    vars(handler).update(own)
+    trainer._run_epoch = fails
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert {name: vars(handler)[name] for name in own} == own
+
+
 def test_a_loader_that_is_none_of_torch_is_refused(tmp_path):
     trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
     trainer.get_train_dataloader = lambda: [Masks()([Texts()[0]])]

@@ -74,9 +74,14 @@ class Training:
             "_maybe_log_save_evaluate": self.end_step,
             "_load_rng_state": self.load_random_state,
         }
-        self._before = {name: vars(trainer).get(name) for name in self._covered}
         handler: Any = trainer.callback_handler
-        self._begin_epoch = handler.on_epoch_begin
+        self._before = [
+            (owner, name, vars(owner).get(name))
+            for owner, names in ((trainer, self._covered), (handler, ("on_epoch_begin", "on_epoch_end")))
+            for name in names
+        ]
+        """What is replaced while training lasts: each with its owner, and what the owner itself had by that name."""
+        self._begin_epoch, self._end_epoch = handler.on_epoch_begin, handler.on_epoch_end
         vars(handler)["on_epoch_begin"] = self.begin_epoch
         self._attributes: ChangedAttributes | None = None
         self._run_epoch, self._end_step = trainer._run_epoch, trainer._maybe_log_save_evaluate
@@ -103,11 +108,10 @@ class Training:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        vars(self._trainer.callback_handler).pop("on_epoch_begin", None)
-        for name, method in self._before.items():
-            del vars(self._trainer)[name]
+        for owner, name, method in self._before:
+            vars(owner).pop(name, None)
             if method is not None:
-                vars(self._trainer)[name] = method
+                vars(owner)[name] = method
         if self._batches is not None:
             vars(_torchs(self._loader))["batch_sampler"] = self._batches.inner
         if self._checkpointer is not None:
@@ -318,8 +322,8 @@ class Training:
 
         def end_epoch(*args: Any) -> Any:
             restore_random_state(now)
-            del handler["on_epoch_end"]
-            return self._trainer.callback_handler.on_epoch_end(*args)
+            handler["on_epoch_end"] = self._end_epoch
+            return self._end_epoch(*args)
 
         handler["on_epoch_end"] = end_epoch
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.integrations.shared import changed_attributes
 from holdfast.integrations.shared.changed_attributes import ChangedAttributes
 from holdfast.state.generators import generator_json
 
@@ -169,3 +170,30 @@ def test_tensors_of_an_object_that_saves_itself_have_no_warning():
     for _ in range(4):
         host.average.weight.data.mul_(2)
         attributes.changed()
+
+
+def test_large_data_is_not_made_json_to_be_measured(monkeypatch):
+    """A dataset may hold gigabytes, nested."""
+
+    def fails(*_, **__):
+        raise AssertionError("made JSON of it")
+
+    monkeypatch.setattr(changed_attributes, "encode", fails)
+    rows = [[0] * 2000 for _ in range(100)]
+    host = SimpleNamespace(rows=rows, arrays={"x": np.zeros(100_000)}, tensors=(torch.zeros(100_000), [1]))
+    host.bytes, host.texts = [b"x" * 100_000, None], [["x" * 100_000]]
+    attributes = ChangedAttributes({"host": host}, torch.nn.Linear(2, 2), {})
+    rows[0][0] = 1
+    assert attributes.values() == {}
+
+
+def test_who_saves_an_object_is_asked_once(monkeypatch):
+    """A model has thousands of modules, and each step looks at all objects."""
+    asked = []
+    monkeypatch.setattr(changed_attributes, "_saves_itself", lambda thing: bool(asked.append(thing)))
+    host, model = Object(average=[torch.ones(2)]), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    objects = {"host": host, **changed_attributes.modules_of(model, "Net")}
+    attributes = ChangedAttributes(objects, model, {torch.nn.Module: changed_attributes.OF_MODULES})
+    for _ in range(3):
+        attributes.changed()
+    assert asked == [host, model]

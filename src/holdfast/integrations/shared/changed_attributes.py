@@ -231,6 +231,8 @@ class _Watched:
         """Attributes that cannot be stored: early ones are not set up by an epoch, later ones were warned of."""
         self._told: set[str] = set()
         """Attributes that were warned of."""
+        self._holds_tensors: bool | None = None
+        """Whether the tensors in it would be lost; None until that is asked."""
 
     def changed(self) -> dict[str, Any]:
         found = {}
@@ -283,7 +285,9 @@ class _Watched:
 
     def warn_of(self, tensors: _TensorsAside) -> None:
         """Warn of attributes with ``tensors`` that have changed since the call before, and that cannot be stored."""
-        if not tensors.are_looked_for_in(self._thing):
+        if self._holds_tensors is None:
+            self._holds_tensors = tensors.are_looked_for_in(self._thing)
+        if not self._holds_tensors:
             return
         for key, value in [*vars(self._thing).items()]:
             is_stored = type(value) in KINDS and key not in self._refused
@@ -329,9 +333,9 @@ class _TensorsAside:
 
         Not those of objects of a library, of those that save themselves, and of parts of the model, as it has buffers.
         """
-        if package_of(type(thing)) in HOSTS or _saves_itself(thing):
+        if thing is not self.model and id(thing) in self._of_model:
             return False
-        return thing is self.model or id(thing) not in self._of_model
+        return package_of(type(thing)) not in HOSTS and not _saves_itself(thing)
 
     def have_changed(self, place: tuple[int, str], value: Any) -> bool:
         """Return whether the tensors in ``value`` differ from those at the last call for ``place``."""
@@ -434,13 +438,29 @@ def _text(value: Any) -> str | None:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         if value.nbytes > MOST_CHARACTERS // 2:
             return None
-    elif type(value) in CONTAINERS and len(value) > MOST_ITEMS:
+    elif type(value) in CONTAINERS and (len(value) > MOST_ITEMS or _is_long(value)):
         return None
     for each in (value, _without_factories(value)) if type(value) is defaultdict else (value,):
         with suppress(BadInput, ValueError, TypeError, RecursionError):
             text = json.dumps(encode(each, known=generator_json))
             return text if len(text) <= MOST_CHARACTERS else None
     return None
+
+
+def _is_long(value: Any) -> bool:
+    """Return whether the items and bytes in ``value`` are too many, before datasets are made JSON to be measured."""
+    waiting, room = [value], MOST_CHARACTERS
+    while waiting and room >= 0:
+        each = waiting.pop()
+        if isinstance(each, (torch.Tensor, np.ndarray)):
+            room -= each.nbytes
+        elif isinstance(each, (str, bytes, bytearray)):
+            room -= len(each)
+        elif isinstance(each, CONTAINERS):
+            room -= len(each)
+            if room >= 0:
+                waiting += [*each, *each.values()] if isinstance(each, dict) else each
+    return room < 0
 
 
 def _without_factories(value: Any) -> Any:

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -220,6 +221,30 @@ def test_data_continues_as_it_was_left_after_the_batch_that_was_made_ahead(chang
     resumed.resumed()
     found = [batch["input_ids"] for batch in resumed]
     assert len(found) == 7 and all(map(torch.equal, found, whole[3:]))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_the_run_had_not_draws_as_its_script_does(rank, monkeypatch):
+    """With the first rank's generators it would augment its samples by the same numbers."""
+
+    def script(ranks):
+        samples = [{"input_ids": torch.zeros(4, dtype=torch.long)} for _ in range(16)]
+        dataset = Draws(samples)
+        dataset.generator = np.random.default_rng(dist.get_rank() if ranks > 1 else 0)
+        indices = shards(samples, 4 // ranks, ranks)[0]
+        return dataset, Batches(DataLoader(dataset, batch_sampler=indices), ranks)
+
+    trained, batches = script(1)
+    next(iter(batches))
+    state = decode(json.loads(json.dumps(encode(batches.state_dict()))))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: rank)
+    resumed, again = script(2)
+    again.load_state_dict(state)
+    again.resumed()
+    expected = np.random.default_rng(1) if rank else trained.generator
+    assert resumed.generator.bit_generator.state == expected.bit_generator.state
+    assert resumed.num_made == 4
 
 
 class Slots:

@@ -32,7 +32,14 @@ from torchmetrics import Metric
 from ..checkpoint.user_state import MOST_BYTES, tensor_bytes
 from ..errors import BadInput
 from ..quantities import format_bytes, shown
-from .shared.changed_attributes import OF_MODULES, ChangedAttributes, data_objects, modules_of, names_in
+from .shared.changed_attributes import (
+    OF_MODULES,
+    ChangedAttributes,
+    data_objects,
+    modules_of,
+    names_in,
+    of_this_rank,
+)
 
 LEFT_OUT: dict[type, frozenset[str]] = {
     nn.Module: OF_MODULES - {"training"},
@@ -131,7 +138,10 @@ class HostState:
     def restore_attributes(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that hooks had set. Called when the hooks of the beginning are over."""
         if self._attributes is not None and state.get("attributes"):
-            self._attributes.restore(state["attributes"])
+            values = of_this_rank(
+                state["attributes"]["values"], state.get("processes", self._trainer.world_size)
+            )
+            self._attributes.restore(state["attributes"] | {"values": values})
 
     def _saved_by_hooks(self) -> dict[str, Any] | None:
         """Return what ``on_save_checkpoint`` of callbacks and the module adds; None if nothing overrides it."""

@@ -36,6 +36,7 @@ from .shared.changed_attributes import (
     innermost,
     modules_of,
     names_in,
+    of_this_rank,
     set_up_again,
 )
 from .shared.collective_commit import newest_progress
@@ -423,7 +424,8 @@ class Training:
                     vars(match).update(vars(type(match).from_state(state)))
                 vars(match).update(state["attributes"])
         if self._attributes is not None and found.get("attributes"):
-            self._attributes.restore(found["attributes"])
+            values = of_this_rank(found["attributes"]["values"], found["same"]["processes"])
+            self._attributes.restore(found["attributes"] | {"values": values})
 
     def _restored_here(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the restored ``state`` as one of the present processes has it.

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...checkpoint.capture.optimizer_attributes import HOSTS
@@ -47,6 +48,8 @@ OF_MODULES = frozenset({*vars(nn.Module()), "_output_capturing_hooks_installed"}
 another process they are not, and with the mark they would never be installed."""
 CODE = (type, types.ModuleType, types.FunctionType)
 """Types with attributes that are no state of a dataset or collator."""
+OF_DATA = ("dataset", "collator")
+"""The names of what makes batches; those of objects inside begin with them."""
 DEPTH = 3
 """The most containers and objects on the way to a tensor whose changes are noticed."""
 SAVING = ("state_dict", "on_save_checkpoint", "state")
@@ -211,6 +214,21 @@ def generators_in(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the random generators among the ``values`` of ``ChangedAttributes``."""
     return {
         name: {key: text for key, text in found.items() if is_generator_json(text)}
+        for name, found in values.items()
+    }
+
+
+def of_this_rank(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Return the ``values`` of ``ChangedAttributes`` for this rank, from a run of ``num_ranks``.
+
+    A rank that the run did not have leaves the generators of datasets and collators as the script makes them: with
+    those of another rank it would draw the same numbers.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() < num_ranks:
+        return {**values}
+    drawn = generators_in({name: found for name, found in values.items() if name.split(".")[0] in OF_DATA})
+    return {
+        name: {key: value for key, value in found.items() if key not in drawn.get(name, {})}
         for name, found in values.items()
     }
 

@@ -27,6 +27,7 @@ from .changed_attributes import (
     data_objects,
     difference,
     generators_in,
+    of_this_rank,
     package_of,
 )
 from .epoch_batches import EpochBatches
@@ -103,10 +104,11 @@ class LoaderPlace:
     def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
         self._order.seed = state["seed"]
+        if (there := self._of_other_ranks(state)) is not None:  # whose next batch was another
+            data = {DATA: of_this_rank(state[DATA], there.ranks)} if DATA in state else {}
+            state = {**state, "count": self.count_of(state), "pending": None, **data}
         self._begun = state["begun"]
         self._random = {**random, DATA: {"values": state[DATA]}} if DATA in state else random
-        if self._of_other_ranks(state) is not None:  # whose next batch was another
-            state = {**state, "count": self.count_of(state), "pending": None}
         self._restored = state if self._begun is not None else None
         self._data.restore({"values": state.get(DATA, {})})
 

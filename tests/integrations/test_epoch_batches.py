@@ -195,7 +195,11 @@ def sets_a_stage(dataset, collator):
     dataset.num_made = 40
 
 
-@pytest.mark.parametrize("change", [evaluates, sets_a_stage])
+def starts_again(dataset, collator):
+    dataset.num_made = 0
+
+
+@pytest.mark.parametrize("change", [evaluates, sets_a_stage, starts_again])
 def test_data_continues_as_it_was_left_after_the_batch_that_was_made_ahead(change):
     """A loop may draw from the collator, and set up the dataset, while that batch waits."""
     data_loader = pytest.importorskip("accelerate.data_loader")

@@ -338,6 +338,8 @@ class WatchedBatches:
         self._first = 0
         self._states: list[dict[str, Any]] = []
         self._pass_over = False
+        self._set: dict[str, Any] = {}
+        """The attributes that were set for the newest batch that is made again."""
 
     def replay_generators(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
         """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
@@ -375,8 +377,13 @@ class WatchedBatches:
 
     def _restore(self, state: dict[str, Any]) -> None:
         if DATA in state:
-            found = state[DATA]  # of a batch, what has changed since; else all
-            self._data.go_back(found if "made" in found else difference(found["values"], self._data.values()))
+            values, made = state[DATA]["values"], state[DATA].get("made")
+            if (
+                made is None
+            ):  # all that had changed: what was set for the batch before, and is not among it, had not
+                made = difference(values, self._set)["made"]
+            self._data.go_back({"values": values, "made": made})
+            self._set = values
         restore_random_state({key: value for key, value in state.items() if key != DATA})
 
     def __len__(self) -> int:

@@ -81,7 +81,7 @@ class Training:
             for owner, names in ((trainer, self._covered), (handler, ("on_epoch_begin", "on_epoch_end")))
             for name in names
         ]
-        """What is replaced while training lasts: each with its owner, and what the owner itself had by that name."""
+        """Methods that are replaced while training lasts: their owner, their name, and what the owner itself had."""
         self._begin_epoch, self._end_epoch = handler.on_epoch_begin, handler.on_epoch_end
         vars(handler)["on_epoch_begin"] = self.begin_epoch
         self._attributes: ChangedAttributes | None = None

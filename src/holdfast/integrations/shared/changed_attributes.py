@@ -250,7 +250,7 @@ class _Watched:
         self._told: set[str] = set()
         """Attributes that were warned of."""
         self._holds_tensors: bool | None = None
-        """Whether the tensors in it would be lost; None until that is asked."""
+        """True if the tensors in it would be lost; None until that is asked."""
 
     def changed(self) -> dict[str, Any]:
         found = {}

@@ -130,6 +130,7 @@ def played_times(monkeypatch):
         own = 1.5 * after
         by_all += of_others * after + own
         monkeypatch.setattr(torch_threads, "cpu_times", lambda: CpuTimes(at, by_all, 1.5 * at))
+        monkeypatch.setattr(time, "monotonic", lambda: at)
 
     return read
 
@@ -159,6 +160,11 @@ def test_threads_spin_briefly_where_the_use_of_the_cpus_is_not_known(two_threads
         spins.choose()
         assert spin_briefly()
     spins.close()
+
+
+def test_cpus_that_the_system_does_not_show_are_not_known(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4094, 4095})
+    assert cpu_times() is None
 
 
 def test_what_another_process_computes_is_counted():

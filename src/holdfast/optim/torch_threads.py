@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -100,17 +101,15 @@ class Spins:
         """Choose anew by what other processes computed since the last choice; called at the beginning of a step."""
         if self._chosen or torch.get_num_threads() == 1:
             return
-        now, before = cpu_times(), self._seen
-        if before is None or now is None:
-            self._seen = now
+        before = self._seen
+        if before is not None and time.monotonic() - before.at < LOOK_SECONDS:
+            return
+        self._seen = now = cpu_times()
+        share = inf if before is None or now is None else now.of_others_since(before)
+        if share > BUSY_SHARE:
             self._spin_briefly(True)
-        elif now.at - before.at >= LOOK_SECONDS:
-            self._seen = now
-            share = now.of_others_since(before)
-            if share > BUSY_SHARE:
-                self._spin_briefly(True)
-            elif share < IDLE_SHARE:
-                self._spin_briefly(False)
+        elif share < IDLE_SHARE:
+            self._spin_briefly(False)
 
     def _spin_briefly(self, briefly: bool) -> None:
         if not briefly:
@@ -146,7 +145,10 @@ class CpuTimes:
 
 
 def cpu_times() -> CpuTimes | None:
-    """Return the seconds computed so far; None where the system does not tell them for each CPU (Linux does)."""
+    """Return the seconds computed so far; None where the system does not tell them for each CPU.
+
+    Linux does, but some containers show other CPUs, or none that computes.
+    """
     try:
         allowed = {f"cpu{index}" for index in os.sched_getaffinity(0)}
         lines = Path("/proc/stat").read_text().splitlines()
@@ -159,6 +161,8 @@ def cpu_times() -> CpuTimes | None:
         if name in allowed:
             user, nice, system, _idle, _wait, interrupts, soft_interrupts = map(int, counts[:7])
             ticks += user + nice + system + interrupts + soft_interrupts
+    if not ticks:
+        return None
     return CpuTimes(time.monotonic(), ticks / ticks_per_second, time.process_time())
 
 

@@ -457,6 +457,8 @@ def _settings(engine: Solution) -> dict[str, dict[str, str]]:
     }
     if method.clipping not in ("none", _usual_clipping(method.commit_every)):
         train["clipping"] = f'"{method.clipping}"'
+    if method.precision == "fp32":  # the fractions are of copies of this size
+        train["dtype"] = '"fp32"'
     offload = {} if method.order == "plain" else {"order": f'"{method.order}"'}
     if method.delayed is None and setting.delayed_fraction:
         offload["delayed_fraction"] = f"{setting.delayed_fraction:g}"

@@ -14,6 +14,7 @@ step ends, a plain copy of everything goes to the parent, which outlives the kil
 
 from __future__ import annotations
 
+import atexit
 import copy
 import errno
 import faulthandler
@@ -320,6 +321,8 @@ class Training:
         """From gradients to updated parameters."""
         for number in op["which"]:
             each = self.optimizers[number]
+            if op["twice"] and self.scaler is None:
+                each.step()
             if self.scaler is not None and op["clip"]:
                 self.scaler.unscale_(each)
             if op["clip"]:
@@ -416,6 +419,11 @@ class Training:
                 torch.rand(2, generator=self.notes.own)
         elif kind == "schedule" and self.scheduler is not None and "plateau" not in self.plan.extras:
             self.scheduler.step()
+        elif kind == "raises":
+            hook = each.register_step_pre_hook(_raise)
+            with suppress(ZeroDivisionError):
+                each.step()
+            hook.remove()
         elif kind == "idle":
             with torch.enable_grad():
                 self.backward({"spare": False, "inf": False})
@@ -428,9 +436,13 @@ class Training:
         p.requires_grad_(not p.requires_grad)
 
 
+def _raise(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
 EDITS = (
     "lr", "decay", "betas", "weight", "memory", "slot", "clear", "clear one", "reload", "flag", "buffer", "new buffer",
-    "frozen", "other frozen", "group", "draw", "schedule", "idle",
+    "frozen", "other frozen", "group", "draw", "schedule", "idle", "raises",
 )  # fmt: skip
 POST = ("lr", "decay", "clamp", "buffer", "weight", "draw", "slot")
 MID = ("lr", "betas", "draw")
@@ -448,6 +460,7 @@ def operation(chance: random.Random, plan: Plan) -> dict[str, Any]:
         "pre": edits(chance, EDITS, 0.3), "mid": edits(chance, MID, 0.1), "post": edits(chance, POST, 0.12),
         "micro": chance.choice([1, 1, 1, 2, 3]), "calls": chance.random() < 0.5, "spare": chance.random() < 0.4,
         "inf": chance.random() < 0.15, "clip": chance.random() < 0.3,
+        "twice": chance.random() < 0.05,
         "which": both if chance.random() < 0.8 else [chance.choice(both)], "text": chance.choice(["", "ab", "x" * 300]),
         "metric": chance.random() if "best" in plan.extras and chance.random() < 0.4 else None,
     }  # fmt: skip
@@ -643,6 +656,8 @@ class Life:
             ]
         if "clip_norm" in self.plan.extras:
             options["clip_norm"] = 0.2
+        if chance.random() < 0.1:
+            options["grace_seconds"] = chance.choice([0.001, 5.0])
         return options
 
     def make(self, shape: int, options: dict[str, Any], impl: dict[str, bool]) -> None:
@@ -842,7 +857,7 @@ class Life:
     def do_edit(self) -> None:
         """Something that the script does between two steps, which ``save`` or the end may see."""
         edit = {
-            "kind": self.chance.choice([e for e in EDITS if e not in ("idle", "draw")]),
+            "kind": self.chance.choice([e for e in EDITS if e not in ("idle", "draw", "raises")]),
             "seed": self.chance.randrange(10**6),
         }
         if edit["kind"] == "group" and self.training.shape < len(self.training.model.late):
@@ -952,6 +967,21 @@ class Life:
             self.say("durable", step)
         elif ending == "error":
             self.ckpt.close(save=False)
+        elif ending == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                self.do_step()
+            except SystemExit as error:
+                assert error.code == 128 + signal.SIGTERM
+            else:
+                raise AssertionError("step() has returned after a SIGTERM")
+            if "not known to be" not in self.stderr():
+                self.say("durable", max(self.past.refs))
+        elif ending == "exit":  # the script ends without close()
+            step = self.ckpt.steps_done
+            atexit._run_exitfuncs()
+            if "are not durable" not in self.stderr():
+                self.say("durable", step)
         else:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -1187,7 +1217,11 @@ class Sequence:
         return ""
 
     def live(self, plan: Plan, chance: random.Random, is_last: bool) -> str:
-        ending = "close" if is_last else chance.choice(["close", "close", "error", "kill", "kill"])
+        ending = (
+            "close"
+            if is_last
+            else chance.choice(["close", "close", "error", "term", "exit", "kill", "kill", "kill"])
+        )
         actions = 4 if is_last else chance.randint(2, 16)
         kill, after = None, None
         if not is_last and chance.random() < 0.35:
@@ -1274,6 +1308,12 @@ def play(seed: int) -> tuple[Sequence, str]:
         if wrong and os.environ.get("RANDOM_RUNS_KEEP"):
             shutil.copytree(place, Path(os.environ["RANDOM_RUNS_KEEP"]) / str(seed), symlinks=True)
         return sequence, wrong
+
+
+def play_some(first: int, last: int) -> list[str]:
+    """Play the sequences of some seeds. Returns the operations of each that went wrong, and what was wrong."""
+    every = [play(seed) for seed in range(first, last)]
+    return ["\n".join([*sequence.lines, wrong]) for sequence, wrong in every if wrong]
 
 
 def main() -> None:

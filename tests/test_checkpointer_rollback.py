@@ -583,6 +583,30 @@ def test_a_copy_in_memory_is_not_used_once_what_it_lacks_has_changed(tmp_path, c
         assert checkpointer.steps_done == 4 and same(loop.state(), states[3])
 
 
+def test_a_copy_in_memory_is_that_of_a_base_that_the_script_asked_for(tmp_path):
+    """After the step that both are of, the script has changed a parameter, which only the base would hold."""
+    loop, checkpointer = start(tmp_path / "run", "", base_every=50)
+    with checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard(copy_every=4)
+        go_on(loop, checkpointer, 4)
+        with torch.no_grad():
+            loop.model.first.weight.mul_(2)
+        checkpointer.save()
+        saved = loop.state()
+        go_on(loop, checkpointer, 5)
+        assert guard.check(math.nan)
+        assert checkpointer.steps_done == 4 and same(loop.state(), saved)
+        go_on(loop, checkpointer, 7)
+        checkpointer.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        lived = loop.state()
+    loop, checkpointer = start(tmp_path / "killed", "")
+    with checkpointer:
+        assert checkpointer.resume() == 7
+        assert same(loop.state(), lived)
+
+
 def test_a_guard_goes_no_further_than_the_oldest_base(tmp_path):
     loop, checkpointer = start(tmp_path, "", base_every=1, keep=holdfast.Keep(last=1))
     with checkpointer:

@@ -82,7 +82,10 @@ class Rollback:
             self._training.certified_step = self._store.certified_step = None
 
     def end_step(self) -> None:
-        """Advance the copy of the state in host memory, if there is one. Called after a step was recorded."""
+        """Advance the copy of the state in host memory, if there is one.
+
+        Called after a step was recorded, and after a base of it was made again, since the script had changed it.
+        """
         if self._copy is not None:
             self._copy.advance(self._training.state, self._training.steps_done)
 

@@ -456,14 +456,17 @@ def edits(chance: random.Random, kinds: tuple[str, ...], share: float) -> list[d
 def operation(chance: random.Random, plan: Plan) -> dict[str, Any]:
     """A step, as plain data."""
     both = [0, 1] if "two" in plan.extras else [0]
-    return {
+    op = {
         "pre": edits(chance, EDITS, 0.3), "mid": edits(chance, MID, 0.1), "post": edits(chance, POST, 0.12),
         "micro": chance.choice([1, 1, 1, 2, 3]), "calls": chance.random() < 0.5, "spare": chance.random() < 0.4,
         "inf": chance.random() < 0.15, "clip": chance.random() < 0.3,
         "twice": chance.random() < 0.05,
-        "which": both if chance.random() < 0.8 else [chance.choice(both)], "text": chance.choice(["", "ab", "x" * 300]),
+        "which": both if chance.random() < 0.8 else [chance.choice(both)], "text": chance.choice(["", "ab", "x" * 99]),
         "metric": chance.random() if "best" in plan.extras and chance.random() < 0.4 else None,
     }  # fmt: skip
+    if any(edit["kind"] == "raises" for edit in op["pre"]):  # any end of an iteration is now that of a step
+        op |= {"calls": False, "pre": [edit for edit in op["pre"] if edit["kind"] != "idle"]}
+    return op
 
 
 # What has happened
@@ -1049,7 +1052,7 @@ class Between:
         with Checkpointer(
             other, model=training.model, optimizer=training.optimizers, **training.things, **options
         ) as ckpt:
-            assert ckpt.resume(source=f"{self.run}@{step}") == 0
+            assert ckpt.resume(source=f"{self.run}@{step}") == step
             now = training.state()
         texts = [difference(version.state, now) for version in versions]
         assert not all(texts), f"a run that begins from step {step} has another state: {texts}"
@@ -1296,8 +1299,12 @@ class Sequence:
 
 @contextmanager
 def somewhere() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="holdfast-random-", dir="/dev/shm") as name:
-        yield Path(name)
+    """A directory of its own, which no process removes at its exit."""
+    place = Path(tempfile.mkdtemp(prefix="holdfast-random-", dir="/dev/shm"))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
 
 
 def play(seed: int) -> tuple[Sequence, str]:

@@ -565,6 +565,7 @@ def test_a_copy_in_memory_leaves_a_frozen_parameter_its_optimizer_state(tmp_path
 
 
 @pytest.mark.parametrize("change", ["script", "steps"])
+@pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")
 def test_a_copy_in_memory_is_not_used_once_what_it_lacks_has_changed(tmp_path, change):
     """A frozen parameter, by the script; or one that has trained since, and is frozen again."""
     loop, checkpointer = start(tmp_path, "", base_every=50)

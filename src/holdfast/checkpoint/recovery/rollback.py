@@ -383,7 +383,8 @@ class HostCopy:
 
     def _holds(self, state: LiveState, parameter: CapturedParameter) -> bool:
         """Return whether the copy holds the parameter, with what its optimizer holds for it."""
-        return self._with_frozen or state.is_trained(parameter)
+        is_trained = parameter.parameter.requires_grad and state.optimizer_of(parameter) is not None
+        return self._with_frozen or is_trained
 
     def _frozen_now(self, state: LiveState) -> Marks:
         """Return address and change count of each tensor of the other parameters, by key."""

@@ -246,7 +246,7 @@ class DurabilityBackend(ABC):
         asked = self._training.ranks.everyone((needed, moved))  # ranks may know different snapshots
         if not any(needed for needed, _ in asked) or not all(self._training.ranks.everyone(self._is_time())):
             return
-        if any(self._training.ranks.everyone(self._training.has_moved_on)):
+        if any(self._training.ranks.everyone(begun)):
             self._go_without_base()
         else:
             self._training.note_again(is_schedule)
@@ -264,8 +264,8 @@ class DurabilityBackend(ABC):
         """Warn that the current step can have no snapshot any more, and has no record."""
         step, durable = self._training.steps_done, self.durable_step
         warnings.warn(
-            f"closed in mid-accumulation, and buffers are not those of step {step} any more, so there can be no base of"
-            f" it: step {durable} is durable. Close after an optimizer's step and its step().",
+            f"closed within an iteration, and buffers are not those of step {step} any more, so there can be no base of"
+            f" it: step {durable} is durable. Close after an optimizer's step and its step(), or call save() there.",
             stacklevel=5,
         )
 

@@ -493,6 +493,8 @@ class History:
     """How each step was made, from which version of the step before, and what came out."""
     ahead: dict[int, tuple[dict[str, Any], int, Version]] = field(default_factory=dict)
     """Steps that were abandoned: how they were made, from which version, and what came out."""
+    left: dict[int, list[Version]] = field(default_factory=dict)
+    """The states of abandoned steps."""
     replaced: dict[int, list[Version]] = field(default_factory=dict)
     """The states that a base, which the script asked for, has replaced: without that base a resume has them."""
     floor: int = -1
@@ -528,8 +530,7 @@ class History:
             step, number = what
             for s in [s for s in self.refs if s > step]:
                 self.ahead[s] = self.ops[s]
-                del self.refs[s]
-                self.replaced.pop(s, None)
+                self.left[s] = self.refs.pop(s) + self.replaced.pop(s, [])
             every = self.replaced.pop(step, []) + self.refs[step]
             self.refs[step] = [version for version in every if version.id == number]
             self.floor = step
@@ -1065,9 +1066,8 @@ class Between:
 
     def do_state(self, out: io.StringIO) -> None:
         """The state of any step, without its script."""
-        left = self.past.ahead.items()
         every = [(step, versions, None) for step, versions in self.past.refs.items()]
-        every += [(step, [version], version.timeline) for step, (_, _, version) in left]
+        every += [(step, versions, versions[0].timeline) for step, versions in self.past.left.items()]
         step, versions, timeline = self.chance.choice(every)
         self.log("state at", step, timeline)
         state, _ = state_at(self.run, step, timeline)

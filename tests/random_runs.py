@@ -18,6 +18,7 @@ import atexit
 import copy
 import errno
 import faulthandler
+import gc
 import hashlib
 import io
 import itertools
@@ -31,6 +32,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -258,7 +260,9 @@ class Training:
         layer = self.model.late[self.shape]
         for p in layer.parameters():
             p.requires_grad_(True)
-        self.optimizers[0].add_param_group({"params": list(layer.parameters())})
+        first = self.optimizers[0].param_groups[0]  # and not the defaults, which are another script's
+        kernels = {key: first[key] for key in ("foreach", "fused") if key in first}
+        self.optimizers[0].add_param_group({"params": list(layer.parameters()), **kernels})
         self.shape += 1
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -600,6 +604,7 @@ class Life:
     ) -> None:
         self.plan, self.past, self.chance, self.place, self._send = plan, past, chance, place, send
         self.fault = Fault()
+        self.doing, self.ended = "", -1
         self.errors = os.memfd_create("stderr")
         self.caught: list[warnings.WarningMessage] = []
 
@@ -621,6 +626,12 @@ class Life:
                 for _ in range(actions):
                     self.act()
                 self.end(ending)
+            except KeyboardInterrupt:
+                self.log("interrupted in", self.doing)
+                if self.doing:
+                    self.ckpt.close()
+                if self.doing in ("step", "wait", "save"):
+                    self.say("durable", self.ended)
             except HoldfastError as error:
                 is_full = isinstance(error, BadInput) and (
                     "storage =" in str(error) or "memory =" in str(error) or "memory=" in str(error)
@@ -801,9 +812,10 @@ class Life:
     def act(self) -> None:
         chance = self.chance
         what = chance.choices(
-            ["step", "wait", "save", "rollback", "undo", "pause", "guard", "edit", "data"],
-            [60, 6, 6, 7, 4, 7, 4, 3, 3],
+            ["step", "wait", "save", "rollback", "undo", "pause", "guard", "edit", "data", "misuse"],
+            [60, 6, 6, 7, 4, 7, 4, 3, 3, 2],
         )[0]
+        self.doing, self.ended = what, self.ckpt.steps_done
         getattr(self, f"do_{what}")()
         self.tell_durable()
 
@@ -904,6 +916,26 @@ class Life:
         except NoCommit as error:
             assert self.ckpt.durable_step < step, error
             self.log("refused:", str(error)[:200])
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.arrive(step)
+
+    def do_misuse(self) -> None:
+        """A save while gradients accumulate, which is refused once buffers have changed."""
+        self.log("misuse")
+        self.changed()
+        step = self.ckpt.steps_done
+        self.training.edit({"kind": "idle", "seed": 0}, self.ckpt.step)
+        try:
+            self.ckpt.save()
+        except BadInput as error:
+            self.log("refused:", str(error)[:100])
+        else:
+            assert self.ckpt.durable_step == step
+        self.say("may", step)
+        try:
+            self.ckpt.rollback()
+        except NoCommit as error:
+            assert self.ckpt.durable_step < step, error
             os.kill(os.getpid(), signal.SIGKILL)
         self.arrive(step)
 
@@ -1174,8 +1206,10 @@ def _be_child(do: Callable[[Callable[..., None]], None], writing: int) -> None:
         os._exit(0)
 
 
-def delays(chance: random.Random, kill: tuple[str, int] | None, slow: bool) -> None:
-    """Have this process wait at random failpoints, and die at one."""
+def delays(
+    chance: random.Random, kill: tuple[str, int] | None, interrupt: tuple[str, int] | None, slow: bool
+) -> None:
+    """Have this process wait at random failpoints, die at one, or be interrupted as by Ctrl-C."""
     counts: dict[str, int] = {}
     base = chance.randrange(10**9)
 
@@ -1183,6 +1217,8 @@ def delays(chance: random.Random, kill: tuple[str, int] | None, slow: bool) -> N
         counts[name] = counts.get(name, 0) + 1
         if kill == (name, counts[name]):
             os.kill(os.getpid(), signal.SIGKILL)
+        if interrupt == (name, counts[name]) and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
         if slow:
             own = random.Random(f"{base} {name} {counts[name]}")
             if own.random() < 0.3:
@@ -1227,17 +1263,20 @@ class Sequence:
             else chance.choice(["close", "close", "error", "term", "exit", "kill", "kill", "kill"])
         )
         actions = 4 if is_last else chance.randint(2, 16)
-        kill, after = None, None
+        kill, after, interrupt = None, None, None
         if not is_last and chance.random() < 0.35:
             kill = chance.choice(POINTS), chance.choice([1, 1, 2, 3, 5, 8])
         elif not is_last and chance.random() < 0.3:
             after = chance.uniform(0, 0.4)
+        elif not is_last and chance.random() < 0.2:
+            names = [*failpoints.RECORDING, "in_replay", "after_chunk_copied", "after_timeline_opened"]
+            interrupt = chance.choice(names), chance.choice([1, 2, 3, 5, 8])
         slow, fails_at = chance.random() < 0.3, None
         if not is_last and chance.random() < 0.08:
             fails_at = int(2 ** chance.uniform(0, 8))
 
         def do(send: Callable[..., None]) -> None:
-            delays(chance, kill, slow)
+            delays(chance, kill, interrupt, slow)
             Life(plan, self.past, chance, self.place, send).main(actions, ending, fails_at)
 
         outcome = in_child(do, self.heard, after)
@@ -1330,6 +1369,7 @@ def play_some(first: int, last: int) -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # a collection in a child need not go through what is here
     first, last = int(sys.argv[1]), int(sys.argv[2])
     most = int(sys.argv[3]) if sys.argv[3:] else 1
     lives = kills = failures = 0

@@ -505,6 +505,8 @@ class History:
     """The newest durable step."""
     ids: int = 0
     damaged: bool = False
+    removed: bool = False
+    """True once a file was removed: what it held may be known to nothing else."""
     seems_whole: bool = False
     """What `holdfast verify` said since the last damage."""
 
@@ -728,7 +730,7 @@ class Life:
                 f"resumed step {done} of {self.promised}, and verify called the run whole"
             )
             assert past.damaged, f"resumed step {done}, and step {self.promised} had been durable"
-            assert said or "had been durable" in self.stderr(), (
+            assert said or past.removed or "had been durable" in self.stderr(), (
                 f"steps {done} to {self.promised} are lost, and nothing is said"
             )
         self.arrive(done)
@@ -1312,7 +1314,8 @@ class Sequence:
         what = chance.random()
         if what < 0.35:
             return self.maintain(chance, None)
-        if what < 0.4 and not list(self.place.glob("drive-*")):
+        beside = [*self.place.glob("drive-*"), *self.place.glob("memory/*")]  # belong to the directory
+        if what < 0.4 and not beside:
             self.lines.append("copied")
             shutil.copytree(self.place / "run", self.place / "copy", symlinks=True)
             shutil.rmtree(self.place / "run")
@@ -1326,7 +1329,7 @@ class Sequence:
             self.past.damaged = True
             wrong = self.maintain(chance, "verify")
             if done.startswith("removed"):  # of a file that is gone verify knows nothing
-                self.past.seems_whole = False
+                self.past.seems_whole, self.past.removed = False, True
             return wrong
         return ""
 

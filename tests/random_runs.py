@@ -996,7 +996,13 @@ class Life:
             step, within = self.ckpt.steps_done, self.chance.random() < 0.25
             if within:  # an iteration that does not come to its end
                 self.log("within")
+                buffers = {name: buffer.clone() for name, buffer in self.training.model.named_buffers()}
                 self.training.backward(operation(self.chance, self.plan))
+                for (
+                    name,
+                    buffer,
+                ) in self.training.model.named_buffers():  # else a warning says that the base has these
+                    buffer.copy_(buffers[name])
             said = len(self.caught)
             self.ckpt.close()
             if within and any(

@@ -335,6 +335,21 @@ def test_a_step_before_a_group_came_is_refused(tmp_path):
         assert checkpointer.rollback(5) == 5 and same(loop.state(), before)
 
 
+def test_a_guard_goes_to_the_base_that_a_new_group_has_made(tmp_path):
+    """No step before it can be reached in this process."""
+    loop, checkpointer = start(tmp_path, "frozen")
+    with checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard()
+        go_on(loop, checkpointer, 3)
+        late = loop.model.first.bias.requires_grad_()
+        loop.optimizers[0].add_param_group({"params": [late]})
+        go_on(loop, checkpointer, 4)
+        before = loop.state()
+        assert guard.check(math.nan)
+        assert checkpointer.steps_done == 4 and same(loop.state(), before)
+
+
 class Restarted:
     """A loader whose place counts from the next ``iter`` on."""
 

@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from ...distributed import Ranks
-from ...errors import BadInput, Damaged, DiskFailed, NoCommit, OtherArithmetic
+from ...errors import BadInput, Damaged, DiskFailed, NoCommit, OtherArithmetic, RunMismatch
 from ...events import EventLog, tell
 from ...state.capture import CapturedParameter, changes_of
 from ...state.layout.overlaps import buffers_within
+from ...state.layout.regions import is_distributed
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
 from ..loss_guard import GuardedRun, GuardOptions, LossGuard
@@ -213,7 +214,9 @@ def _reachable_here(store: LocalStore, training: TrainingState, step: int, neare
                 refuse_other_script(line, state, training.script, training.ranks, updates)
                 line.refuse_other_model(state)
                 line.refuse_other_arithmetic(state, updates, training.ranks.rank)
-            except OtherArithmetic as error:
+            except (OtherArithmetic, RunMismatch) as error:
+                if isinstance(error, RunMismatch) and not nearest:
+                    raise
                 problems.insert(0, str(error))
                 continue
             return line.step
@@ -320,7 +323,8 @@ class HostCopy:
     the copy is used.
 
     With ``with_frozen`` it holds the model's frozen parameters too, since the script may change them after steps.
-    Without it they stay as they are, with their optimizer state, and the copy is of no use once one of these changed.
+    Without it those whose changes torch counts, which are all but distributed tensors, stay as they are, with their
+    optimizer state, and the copy is of no use once one of them changed.
     """
 
     def __init__(self, every: int, with_frozen: bool) -> None:
@@ -383,8 +387,9 @@ class HostCopy:
 
     def _holds(self, state: LiveState, parameter: CapturedParameter) -> bool:
         """Return whether the copy holds the parameter, with what its optimizer holds for it."""
-        is_trained = parameter.parameter.requires_grad and state.optimizer_of(parameter) is not None
-        return self._with_frozen or is_trained
+        tensor = parameter.parameter
+        is_trained = tensor.requires_grad and state.optimizer_of(parameter) is not None
+        return self._with_frozen or is_trained or is_distributed(tensor)
 
     def _frozen_now(self, state: LiveState) -> Marks:
         """Return address and change count of each tensor of the other parameters, by key."""

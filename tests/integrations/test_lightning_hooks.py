@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 from lightning.pytorch.strategies import Strategy  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset, default_collate  # noqa: E402
 
 from holdfast.errors import BadInput  # noqa: E402
 from holdfast.integrations.lightning import HoldfastCallback  # noqa: E402
@@ -89,7 +89,8 @@ def fit(make, tmp_path, run=None, after=None):
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, callbacks=own, **({"max_epochs": 4} | options),
     )  # fmt: skip
-    trainer.fit(model, DataLoader(POINTS, batch_size=4, shuffle=True))
+    loader = DataLoader(POINTS, batch_size=4, shuffle=True, collate_fn=getattr(model, "collate", None))
+    trainer.fit(model, loader)
     end = {
         "model": model.state_dict(),
         "optimizers": [_in_order(each) for each in trainer.optimizers],
@@ -196,6 +197,26 @@ def drawing_by_itself():
     return Draws(), [], {}
 
 
+def collating_by_itself():
+    class Collates(Net):
+        """With a parameter that is its own, which the optimizer holds."""
+
+        num_collated = 0
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch, index):
+            return self.scale * super().training_step(batch, index)
+
+        def collate(self, samples):
+            self.num_collated += 1
+            return default_collate(samples)
+
+    return Collates(), [], {}
+
+
 def stopping_by_a_sum_of_the_epoch():
     return Net(), [EarlyStopping("train", patience=1, min_delta=0.05)], {"max_epochs": 6}
 
@@ -210,6 +231,7 @@ MAKES = [
     counting_in_attributes,
     saving_by_hooks,
     drawing_by_itself,
+    collating_by_itself,
     stopping_by_a_sum_of_the_epoch,
 ]
 

@@ -317,6 +317,39 @@ def test_a_resume_keeps_the_parameters_of_a_module_that_collates(is_model):
     assert resumed.num_made == (0 if is_model else 2)
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_model_that_collates_by_its_generator_makes_the_batch_ahead_again(is_early):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    class Model(Collates):
+        generator = None
+
+        def collate(self, samples):
+            self.generator = self.generator or torch.Generator().manual_seed(2)
+            return torch.rand((), generator=self.generator) + super().collate(samples)
+
+    def script():
+        model = Model()
+        model.generator = torch.Generator().manual_seed(1) if is_early else None
+        loader = data_loader.DataLoaderShard(range(16), batch_size=2, collate_fn=model.collate)
+        return model, Batches(loader, 1, watched=model.modules())
+
+    model, alone = script()
+    whole = []
+    for number, batch in enumerate(alone):
+        whole.append(batch)
+        if number == 2:
+            state = json.loads(json.dumps(encode(alone.state_dict())))
+            now = model.generator.get_state()
+    model, resumed = script()
+    resumed.load_state_dict(decode(state))
+    model.generator = torch.Generator()  # as a trainer restores the model's attributes
+    model.generator.set_state(now)
+    resumed.resumed()
+    found = [*resumed]
+    assert len(found) == 5 and all(map(torch.equal, found, whole[3:]))
+
+
 class Grouped:
     """Code that collates has attributes, too, and they are no state."""
 

@@ -61,13 +61,20 @@ MOST_ITEMS, MOST_CHARACTERS = 4096, 64 * 1024
 class ChangedAttributes:
     """Plain attributes of ``objects``, by name, and which parameters of ``model`` require gradients.
 
-    ``left_out`` lists attributes that are no state. Created when the script has set everything up.
+    ``left_out`` lists attributes that are no state. Of ``drawing``, more objects by name, only random generators are
+    watched. Created when the script has set everything up.
     """
 
     def __init__(
-        self, objects: Mapping[str, Any], model: nn.Module, left_out: Mapping[type, Collection[str]]
+        self,
+        objects: Mapping[str, Any],
+        model: nn.Module,
+        left_out: Mapping[type, Collection[str]],
+        drawing: Mapping[str, Any] | None = None,
     ) -> None:
         self._objects = {name: _Watched(name, thing, left_out) for name, thing in objects.items()}
+        for name, thing in (drawing or {}).items():
+            self._objects[name] = _Watched(name, thing, left_out, frozenset(GENERATORS))
         self._tensors = _TensorsAside(model)
         self._parameters = dict(model.named_parameters())
         self._told: set[str] = set()
@@ -193,21 +200,24 @@ def names_in(kind: type) -> frozenset[str]:
 def data_objects(loader: Any, watched: Iterable[Any] = ()) -> dict[str, Any]:
     """Return the objects that make the batches of ``loader``, by name: datasets and collators, also those inside.
 
-    Not those that are ``watched`` already, as the model whose method collates.
+    Those that are ``watched`` already are left out, as the model whose method collates.
     """
     collate = getattr(loader, "collate_fn", None)
     collate = collate.__self__ if isinstance(collate, types.MethodType) else collate
     found: dict[str, Any] = {}
-    seen = {*map(id, watched)}
     for name, thing, inner in (
         ("dataset", getattr(loader, "dataset", None), "dataset"),
         ("collator", collate, "data_collator"),
     ):
-        while hasattr(thing, "__dict__") and not isinstance(thing, CODE) and id(thing) not in seen:
-            seen.add(id(thing))
+        while (
+            hasattr(thing, "__dict__")
+            and not isinstance(thing, CODE)
+            and id(thing) not in map(id, found.values())
+        ):
             found[name] = thing
             name, thing = f"{name}.{inner}", vars(thing).get(inner)
-    return found
+    others = {*map(id, watched)}
+    return {name: thing for name, thing in found.items() if id(thing) not in others}
 
 
 def generators_in(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,8 +251,14 @@ def modules_of(model: nn.Module, name: str) -> dict[str, Any]:
 class _Watched:
     """The attributes of one object."""
 
-    def __init__(self, name: str, thing: Any, left_out: Mapping[type, Collection[str]]) -> None:
-        self._name, self._thing = name, thing
+    def __init__(
+        self,
+        name: str,
+        thing: Any,
+        left_out: Mapping[type, Collection[str]],
+        kinds: frozenset[type] = KINDS,
+    ) -> None:
+        self._name, self._thing, self._kinds = name, thing, kinds
         self._left_out = {key for kind, keys in left_out.items() if isinstance(thing, kind) for key in keys}
         self._marks = {key: _mark(value) for key, value in self._candidates()}
         self._refused = {key for key, mark in self._marks.items() if mark is None}
@@ -295,7 +311,8 @@ class _Watched:
         for key in keys:
             mark = self._marks.get(key)
             if key not in self._marks:
-                own.pop(key, None)
+                if self._kinds is KINDS:  # another value may have been there
+                    own.pop(key, None)
             elif isinstance(mark, str):
                 self.restore({key: json.loads(mark)})
             elif mark is not None and not isinstance(mark[0], torch.Tensor):
@@ -316,7 +333,7 @@ class _Watched:
 
     def _candidates(self) -> Iterator[tuple[str, Any]]:
         for key, value in vars(self._thing).items():
-            if type(value) in KINDS and key not in self._left_out:
+            if type(value) in self._kinds and key not in self._left_out:
                 yield key, value
 
     def _tell(self, key: str) -> None:

@@ -263,11 +263,14 @@ class Batches:
 
 
 def watched_data(loader: Any, watched: Iterable[Any]) -> ChangedAttributes:
-    """Return the attributes of what makes the batches of ``loader`` and is not ``watched`` already.
+    """Return the attributes of what makes the batches of ``loader``; of what is ``watched`` already, the generators.
 
     Modules among it keep their parameters, which are the model's or no state.
     """
-    return ChangedAttributes(data_objects(loader, watched), nn.Module(), {nn.Module: OF_MODULES})
+    every = data_objects(loader)
+    own = data_objects(loader, watched)
+    drawing = {name: thing for name, thing in every.items() if name not in own}
+    return ChangedAttributes(own, nn.Module(), {nn.Module: OF_MODULES}, drawing)
 
 
 def _own_samplers(batches: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ read_bytes_per_second, R_D -> replay_record_seconds, 1/f -> steps between snapsh
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
-from math import ceil, expm1, inf, sqrt
+from math import ceil, exp, expm1, inf, sqrt
 
 HOUR = 3600.0
 _MAY_BE_INFINITE = ("write_bytes_per_second", "read_bytes_per_second")
@@ -118,9 +118,9 @@ def waste(measured: MeasuredCosts, steps: int, has_records: bool = True) -> Wast
     base_stall, record_stall, contention = pace(m, steps, has_records)
     step_wall = m.step_seconds + base_stall + record_stall + contention
     mean = m.mean_seconds_between_failures
-    lost_steps = 0.5 if has_records else steps / 2  # the mean over the interval between two snapshots
-    replay = (steps / 2 - lost_steps) * m.replay_record_seconds
-    lost = min(lost_steps * step_wall + m.write_seconds, mean)
+    # records let training continue within an interval, so a failure comes on the average in its middle
+    replay = (steps - 1) / 2 * m.replay_record_seconds if has_records else 0.0
+    lost = lost_seconds(step_wall * (1 if has_records else steps), m.write_seconds, mean)
     down = m.restart_seconds + m.load_seconds + replay
     again = expm1(min(down / mean, 500.0)) / (down / mean) if down else 1.0
     per_failure = HOUR / (mean + down * again)
@@ -134,6 +134,21 @@ def waste(measured: MeasuredCosts, steps: int, has_records: bool = True) -> Wast
         record_stall=record_stall * per_step * per_failure,
         contention=contention * per_step * per_failure,
     )
+
+
+def lost_seconds(interval: float, write: float, mean: float) -> float:
+    """Return the mean seconds of training that are not durable when a failure comes.
+
+    Training is durable ``write`` seconds after the end of each ``interval``, and begins an interval after a failure.
+    Failures are ``mean`` seconds apart, exponentially distributed. So the kept training up to one is interval * sum
+    over k >= 1 of exp(-(k * interval + write) / mean). For short intervals half of one and ``write`` are lost.
+
+    >>> round(lost_seconds(60.0, 1.0, 86400.0), 2), round(lost_seconds(60.0, 1.0, 30.0), 2)
+    (31.0, 20.92)
+    """
+    x, y = interval / mean, write / mean
+    part = x / 2 - x * x / 12 if x < 1e-3 else 1 - x / expm1(min(x, 500.0))
+    return mean * (part * exp(-y) - expm1(-y))
 
 
 def pace(measured: MeasuredCosts, steps: int, has_records: bool = True) -> tuple[float, float, float]:

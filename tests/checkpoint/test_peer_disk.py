@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from types import SimpleNamespace
@@ -107,9 +108,38 @@ def test_views_are_sent_in_as_few_requests_as_can_carry_them(monkeypatch):
     assert list(peer_disk.in_blocks([])) == []
 
 
+def test_copies_arrive_in_whole_pages_of_memory_and_in_their_order():
+    """So that they can be written past the page cache."""
+    sizes, seen, sent = [PAGE, 3 * PAGE, PAGE], [], iter([b"a", b"b", b"c"])
+    requests = [peer_channel._encode({"do": "write", "pieces": sizes, "by_stream": False})]
+    work = SimpleNamespace(wait=lambda: None, _source_rank=lambda: 1)
+
+    def asked(headers, tag):
+        if not requests:
+            raise RuntimeError
+        headers[0].copy_(requests.pop())
+        return work
+
+    def received(pieces, source, tag):
+        pieces[0].fill_(ord(next(sent)))
+        return work
+
+    def handle(request, data):
+        seen.append((ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE, bytes(data)))
+        return {}, None
+
+    channel = peer_channel.PeerChannel.__new__(peer_channel.PeerChannel)
+    channel._group = SimpleNamespace(recv_anysource=asked, recv=received, send=lambda *_: work)
+    channel._serve(handle, {1})
+    assert seen == [(0, b"a" * PAGE + b"b" * 3 * PAGE + b"c" * PAGE)]
+
+
 def test_a_process_that_ends_waits_for_the_request_that_is_under_way():
     """However long the last one was ago."""
-    came, requests = threading.Event(), [peer_channel._encode({"do": "write", "pieces": []})]
+    came, requests = (
+        threading.Event(),
+        [peer_channel._encode({"do": "write", "pieces": [], "by_stream": False})],
+    )
     work = SimpleNamespace(wait=lambda: None, _source_rank=lambda: 1)
 
     def received(headers, tag):

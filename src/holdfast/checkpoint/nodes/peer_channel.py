@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ import torch.distributed as dist
 
 from ...distributed import Ranks
 from ...errors import DiskFailed, HoldfastError, RankFailed
+from ...io.buffers import Buffer
 from ...quantities import MiB
+from . import peer_streams
 
 BLOCK_BYTES = 4 * MiB
 """The most bytes behind one header."""
@@ -53,10 +56,15 @@ Handler = Callable[[Request, memoryview], "tuple[Request, memoryview | None]"]
 class PeerChannel:
     """The requests and answers of one rank. ``ask`` may be called from several threads."""
 
-    def __init__(self, ranks: Ranks, deadline_seconds: float) -> None:
-        """Make the group. Collective: every rank must call this."""
+    def __init__(self, ranks: Ranks, deadline_seconds: float, partner: int, guests: Collection[int]) -> None:
+        """Make the group, and the connections for copies: to ``partner``, and from ``guests``.
+
+        Collective: every rank must call this.
+        """
         self._rank, self._deadline = ranks.rank, timedelta(seconds=deadline_seconds)
         self._group: Any = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._partner = partner
+        self._out, self._in = peer_streams.connect(ranks, partner, guests, deadline_seconds)
         self._asking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._watchers: list[threading.Thread] = []
@@ -103,9 +111,18 @@ class PeerChannel:
         """
         with self._asking:
             with self._failing(rank):
-                self._send(rank, _REQUEST, _encode({**request, "pieces": [len(piece) for piece in sent]}))
-                for piece in sent:
-                    self._send(rank, _SENT, torch.frombuffer(piece, dtype=torch.uint8))
+                out = self._out if rank == self._partner else None
+                header = _encode(
+                    {**request, "pieces": [len(piece) for piece in sent], "by_stream": out is not None}
+                )
+                works = [self._group.send([header], rank, _REQUEST)]
+                if out is not None:
+                    peer_streams.send(out, sent)
+                else:
+                    pieces = [torch.frombuffer(piece, dtype=torch.uint8) for piece in sent]
+                    works += [self._group.send([piece], rank, _SENT) for piece in pieces]
+                for work in works:
+                    work.wait(self._deadline)
             yield lambda into: self._answer(rank, into)
 
     def say_goodbye(self, rank: int) -> None:
@@ -129,8 +146,12 @@ class PeerChannel:
         self._is_ending = True
         if not any(each.is_alive() for each in (thread, *self._watchers)):
             atexit.unregister(self._end_watching)
+            self._shut_streams()
             with suppress(ValueError, RuntimeError):  # the script has destroyed all groups
                 dist.destroy_process_group(self._group)
+
+    def _shut_streams(self) -> None:
+        peer_streams.shut([*self._in.values(), *([] if self._out is None else [self._out])])
 
     def wait_until_quiet(self) -> None:
         """Return once no request is or was under way for ``QUIET_SECONDS`` from now, or after ``EXIT_SECONDS``."""
@@ -154,6 +175,7 @@ class PeerChannel:
     def _abort(self) -> None:
         """Fail all that is under way: a wait that runs out of time closes the connections of a gloo group."""
         self._is_ending = True
+        self._shut_streams()
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for rank in range(self._group.size()):  # a wait for one that has ended does not run out of time
             if rank != self._rank:
@@ -203,7 +225,7 @@ class PeerChannel:
         """Turn the error of the process group into one about the other rank."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise RankFailed(
                 f"rank {self._rank} exchanges copies with rank {rank}, which has ended or does not answer ({error})."
                 " Every step that was durable still is: start all ranks again to resume."
@@ -211,19 +233,22 @@ class PeerChannel:
 
     def _serve(self, handle: Handler, guests: set[int]) -> None:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-        array: Any = block.numpy()
-        memory = memoryview(array)
-        with suppress(RuntimeError):  # the others have ended; whoever asks them next reports that
+        memory = Buffer(BLOCK_BYTES, "copy").view  # page-aligned: it is written past the page cache
+        block = torch.frombuffer(memory, dtype=torch.uint8)
+        with suppress(RuntimeError, OSError):  # the others have ended; whoever asks them next reports that
             while guests:
                 work = self._group.recv_anysource([header], _REQUEST)
                 work.wait()
                 self._is_answering = True
                 source, request = work._source_rank(), _decode(header)
-                nbytes = 0
-                for piece in request["pieces"]:
-                    self._group.recv([block[nbytes : nbytes + piece]], source, _SENT).wait()
-                    nbytes += piece
+                ends = [*accumulate(request["pieces"], initial=0)]
+                nbytes = ends[-1]
+                if request["by_stream"]:
+                    peer_streams.receive(self._in[source], memory[:nbytes])
+                else:
+                    works = [self._group.recv([block[a:b]], source, _SENT) for a, b in pairwise(ends)]
+                    for work in works:
+                        work.wait()
                 if request["do"] == "goodbye":
                     guests.discard(source)
                     answer, data = {}, None

@@ -1,0 +1,121 @@
+"""The connections for copies: all bytes in their order, from the ranks that they were made for, and none after a fault."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from holdfast.checkpoint.nodes import peer_streams
+
+PARTNER = {0: 1, 1: 2, 2: 0}
+
+
+class Fellows:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank, values, barrier):
+        self.rank, self._values, self._barrier = rank, values, barrier
+
+    def everyone(self, value):
+        self._barrier.wait(20)
+        self._values[self.rank] = value
+        self._barrier.wait(20)
+        return [self._values[rank] for rank in sorted(self._values)]
+
+
+def connected():
+    """For each rank its connection to its partner, and those of its guests."""
+    values, barrier = {}, threading.Barrier(len(PARTNER))
+
+    def connect(rank):
+        guests = [guest for guest, partner in PARTNER.items() if partner == rank]
+        return peer_streams.connect(Fellows(rank, values, barrier), PARTNER[rank], guests, 20.0)
+
+    with ThreadPoolExecutor(len(PARTNER)) as threads:
+        return list(threads.map(connect, PARTNER))
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(peer_streams, "CONNECT_SECONDS", 1.0)
+
+
+def shut(found):
+    for out, incoming in found:
+        peer_streams.shut([*incoming.values(), *([] if out is None else [out])])
+
+
+def test_each_rank_sends_to_its_partner_alone():
+    found = connected()
+    for rank, (out, _) in enumerate(found):
+        data = bytes([rank]) * 3_000_000
+        got = bytearray(3_000_003)
+        incoming = found[PARTNER[rank]][1]
+        assert [*incoming] == [rank]
+        sending = threading.Thread(
+            target=peer_streams.send, args=(out, [memoryview(b"abc"), memoryview(b""), memoryview(data)])
+        )
+        sending.start()
+        peer_streams.receive(incoming[rank], memoryview(got))
+        sending.join()
+        assert got == b"abc" + data
+    shut(found)
+
+
+def test_rank_without_an_address_gets_its_copies_over_the_group(monkeypatch):
+    listeners = [None, peer_streams._listening(), peer_streams._listening()]
+    monkeypatch.setattr(peer_streams, "_listening", listeners.pop)
+    found = connected()
+    assert [out is None for out, _ in found].count(True) == 1
+    for rank, (out, _) in enumerate(found):
+        assert (rank in found[PARTNER[rank]][1]) == (out is not None)
+    shut(found)
+
+
+def test_program_that_does_not_know_the_secret_is_turned_away(monkeypatch):
+    """Also where it comes first, and says nothing."""
+    strangers = []
+    real = peer_streams._connected
+
+    def connected_after_a_stranger(place, secret, rank):
+        strangers.append(socket.create_connection(place))
+        if rank:
+            strangers[-1].sendall(peer_streams._HELLO.pack(b"?" * peer_streams.SECRET_BYTES, rank))
+        else:
+            strangers[-1].shutdown(socket.SHUT_WR)
+        return real(place, secret, rank)
+
+    monkeypatch.setattr(peer_streams, "_connected", connected_after_a_stranger)
+    found = connected()
+    assert all(out is not None for out, _ in found)
+    for stranger in strangers:
+        with closing(stranger):
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+    shut(found)
+
+
+def test_stream_ends_with_a_send_that_was_cut_off():
+    """What followed would be taken for the rest of it."""
+    out, incoming = socket.socketpair()
+
+    class Interrupted:
+        def __init__(self):
+            self.shutdown, self.close = out.shutdown, out.close
+
+        def sendmsg(self, views):
+            out.send(bytes(views[0][:10]))
+            raise KeyboardInterrupt
+
+    with closing(incoming):
+        with pytest.raises(KeyboardInterrupt):
+            peer_streams.send(Interrupted(), [memoryview(bytes(100))])
+        with pytest.raises(OSError):
+            peer_streams.send(out, [memoryview(bytes(100))])
+        with pytest.raises(ConnectionError):
+            peer_streams.receive(incoming, memoryview(bytearray(100)))

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from holdfast.checkpoint.collective_snapshots import StorageShare
 from holdfast.checkpoint.nodes import peer_channel, peer_disk
@@ -111,13 +112,13 @@ def test_views_are_sent_in_as_few_requests_as_can_carry_them(monkeypatch):
 def test_copies_arrive_in_whole_pages_of_memory_and_in_their_order():
     """So that they can be written past the page cache."""
     sizes, seen, sent = [PAGE, 3 * PAGE, PAGE], [], iter([b"a", b"b", b"c"])
-    requests = [peer_channel._encode({"do": "write", "pieces": sizes, "by_stream": False})]
+    requests = [peer_channel._encode({"do": "write", "pieces": sizes})]
     work = SimpleNamespace(wait=lambda: None, _source_rank=lambda: 1)
 
     def asked(headers, tag):
         if not requests:
             raise RuntimeError
-        headers[0].copy_(requests.pop())
+        headers[0].copy_(torch.frombuffer(requests.pop(), dtype=torch.uint8))
         return work
 
     def received(pieces, source, tag):
@@ -129,6 +130,7 @@ def test_copies_arrive_in_whole_pages_of_memory_and_in_their_order():
         return {}, None
 
     channel = peer_channel.PeerChannel.__new__(peer_channel.PeerChannel)
+    channel._busy, channel._handling = set(), threading.Lock()
     channel._group = SimpleNamespace(recv_anysource=asked, recv=received, send=lambda *_: work)
     channel._serve(handle, {1})
     assert seen == [(0, b"a" * PAGE + b"b" * 3 * PAGE + b"c" * PAGE)]
@@ -138,14 +140,14 @@ def test_a_process_that_ends_waits_for_the_request_that_is_under_way():
     """However long the last one was ago."""
     came, requests = (
         threading.Event(),
-        [peer_channel._encode({"do": "write", "pieces": [], "by_stream": False})],
+        [peer_channel._encode({"do": "write", "pieces": []})],
     )
     work = SimpleNamespace(wait=lambda: None, _source_rank=lambda: 1)
 
     def received(headers, tag):
         if not requests:
             raise RuntimeError
-        headers[0].copy_(requests.pop())
+        headers[0].copy_(torch.frombuffer(requests.pop(), dtype=torch.uint8))
         return work
 
     def handle(request, sent):
@@ -154,7 +156,7 @@ def test_a_process_that_ends_waits_for_the_request_that_is_under_way():
         return {}, None
 
     channel = peer_channel.PeerChannel.__new__(peer_channel.PeerChannel)
-    channel._served_at, channel._is_answering = 0.0, False
+    channel._served_at, channel._busy, channel._handling = 0.0, set(), threading.Lock()
     channel._group = SimpleNamespace(recv_anysource=received, send=lambda *_: work)
     thread = threading.Thread(target=channel._serve, args=(handle, {1}))
     thread.start()

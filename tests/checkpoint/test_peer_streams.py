@@ -1,4 +1,4 @@
-"""The connections for copies: all bytes in their order, from the ranks that they were made for, and none after a fault."""
+"""The connections for copies: all bytes in order, between the ranks that they are for, and none after a fault."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_program_that_does_not_know_the_secret_is_turned_away(monkeypatch):
     strangers = []
     real = peer_streams._connected
 
-    def connected_after_a_stranger(place, secret, rank):
-        strangers.append(socket.create_connection(place))
+    def connected_after_a_stranger(place, rank):
+        strangers.append(socket.create_connection(place.address))
         if rank:
             strangers[-1].sendall(peer_streams._HELLO.pack(b"?" * peer_streams.SECRET_BYTES, rank))
         else:
             strangers[-1].shutdown(socket.SHUT_WR)
-        return real(place, secret, rank)
+        return real(place, rank)
 
     monkeypatch.setattr(peer_streams, "_connected", connected_after_a_stranger)
     found = connected()

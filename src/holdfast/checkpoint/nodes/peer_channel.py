@@ -1,10 +1,11 @@
 """Requests between ranks, and the answers, over a CPU process group of torch.distributed.
 
-Each rank has one thread that answers requests of any rank, one after another, so that training waits for nobody. A
-request is a JSON header of fixed size, with at most ``BLOCK_BYTES`` behind it in at most ``MOST_PIECES`` messages; an
-answer has the same form, with at most one message. One request of a process is under way at a time, so a process needs
-one block of memory for what it receives. The group has no time limit, because a rank may ask for nothing for hours;
-whoever waits for an answer has a deadline.
+Each rank has one thread that answers requests of any rank, and one for each guest with a connection of its own
+(``peer_streams``), so that training waits for nobody; what they ask for is done one after another. A request is a JSON
+header of fixed size, with at most ``BLOCK_BYTES`` behind it in at most ``MOST_PIECES`` pieces; an answer has the same
+form, with at most one piece. A rank sends one request at a time, so each thread needs one block of memory for what it
+receives. The group has no time limit, because a rank may ask for nothing for hours; whoever waits for an answer has a
+deadline.
 
 A rank waits for the last message of each guest, in a thread. If the connection breaks before it, the guest's process
 has ended: the system closes its connections at once, however it ended.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -68,10 +70,13 @@ class PeerChannel:
         self._asking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._watchers: list[threading.Thread] = []
+        self._servers: list[threading.Thread] = []
         self._is_ending = False
         self._served_at = 0.0
         """The time of the last answer, by the monotonic clock."""
-        self._is_answering = False
+        self._handling = threading.Lock()
+        self._busy: set[int] = set()
+        """The threads that receive or answer a request."""
 
     def serve(self, handle: Handler, guests: Collection[int], lost: Callable[[int], None]) -> None:
         """Answer requests by ``handle`` until each rank of ``guests`` has said goodbye.
@@ -85,7 +90,13 @@ class PeerChannel:
             threading.Thread(target=self._watch, args=(guest, lost), name="holdfast-watch", daemon=True)
             for guest in guests
         ]
-        for thread in (self._thread, *self._watchers):
+        self._servers = [
+            threading.Thread(
+                target=self._serve_stream, args=(handle, stream), name="holdfast-copies", daemon=True
+            )
+            for stream in self._in.values()
+        ]
+        for thread in (self._thread, *self._watchers, *self._servers):
             thread.start()
         # registered before the hook of a recorder, which the interpreter therefore calls first
         atexit.register(self._end_watching)
@@ -110,23 +121,23 @@ class PeerChannel:
         The function must be called, once, inside the block. Other threads cannot ask until the block ends.
         """
         with self._asking:
+            out = self._out if rank == self._partner else None
             with self._failing(rank):
-                out = self._out if rank == self._partner else None
-                header = _encode(
-                    {**request, "pieces": [len(piece) for piece in sent], "by_stream": out is not None}
-                )
-                works = [self._group.send([header], rank, _REQUEST)]
+                header = _encode({**request, "pieces": [len(piece) for piece in sent]})
                 if out is not None:
-                    peer_streams.send(out, sent)
+                    peer_streams.send(out, [memoryview(header), *sent])
                 else:
                     pieces = [torch.frombuffer(piece, dtype=torch.uint8) for piece in sent]
+                    works = [self._group.send([torch.frombuffer(header, dtype=torch.uint8)], rank, _REQUEST)]
                     works += [self._group.send([piece], rank, _SENT) for piece in pieces]
-                for work in works:
-                    work.wait(self._deadline)
-            yield lambda into: self._answer(rank, into)
+                    for work in works:
+                        work.wait(self._deadline)
+            yield lambda into: self._answer(rank, out, into)
 
     def say_goodbye(self, rank: int) -> None:
         """Tell ``rank`` that this one asks for nothing any more, and ends in order. Errors do not matter."""
+        out, self._out = self._out, None
+        peer_streams.shut([] if out is None else [out])
         with suppress(HoldfastError), self._failing(rank):
             self._send(rank, _LAST, torch.zeros(1, dtype=torch.uint8, device="cpu"))
             self.ask(rank, {"do": "goodbye"})
@@ -147,6 +158,8 @@ class PeerChannel:
         if not any(each.is_alive() for each in (thread, *self._watchers)):
             atexit.unregister(self._end_watching)
             self._shut_streams()
+            for each in self._servers:
+                each.join(JOIN_SECONDS)
             with suppress(ValueError, RuntimeError):  # the script has destroyed all groups
                 dist.destroy_process_group(self._group)
 
@@ -159,7 +172,7 @@ class PeerChannel:
         end = busy_at + EXIT_SECONDS
         while (now := time.monotonic()) < min(end, busy_at + QUIET_SECONDS):
             time.sleep(QUIET_SECONDS / 10)
-            busy_at = now if self._is_answering else max(busy_at, self._served_at)
+            busy_at = now if self._busy else max(busy_at, self._served_at)
 
     def end_with_process(self) -> None:
         """Bound the wait for other ranks at the end of a process that did not call ``close``.
@@ -187,7 +200,8 @@ class PeerChannel:
 
         A connection that breaks later would bring them back to an interpreter that has ended, which aborts the process.
         """
-        threads = [each for each in (self._thread, *self._watchers) if each is not None and each.is_alive()]
+        known = (self._thread, *self._watchers, *self._servers)
+        threads = [each for each in known if each is not None and each.is_alive()]
         if threads:
             self._abort()
         for each in threads:
@@ -202,14 +216,14 @@ class PeerChannel:
             if not self._is_ending:
                 lost(guest)
 
-    def _answer(self, rank: int, into: memoryview | None) -> Request:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+    def _answer(self, rank: int, out: socket.socket | None, into: memoryview | None) -> Request:
+        header = memoryview(bytearray(HEADER_BYTES))
         with self._failing(rank):
-            self._receive(rank, _REPLY, header)
+            self._receive(rank, out, _REPLY, header)
             answer = _decode(header)
             if answer["bytes"]:
                 assert into is not None
-                self._receive(rank, _ANSWER, torch.frombuffer(into, dtype=torch.uint8, count=answer["bytes"]))
+                self._receive(rank, out, _ANSWER, into[: answer["bytes"]])
         if "error" in answer:
             raise DiskFailed(f"rank {rank}: {answer['error']}")
         return answer
@@ -217,8 +231,11 @@ class PeerChannel:
     def _send(self, rank: int, tag: int, data: torch.Tensor) -> None:
         self._group.send([data], rank, tag).wait(self._deadline)
 
-    def _receive(self, rank: int, tag: int, data: torch.Tensor) -> None:
-        self._group.recv([data], rank, tag).wait(self._deadline)
+    def _receive(self, rank: int, out: socket.socket | None, tag: int, view: memoryview) -> None:
+        if out is not None:
+            peer_streams.receive(out, view)
+        else:
+            self._group.recv([torch.frombuffer(view, dtype=torch.uint8)], rank, tag).wait(self._deadline)
 
     @contextmanager
     def _failing(self, rank: int) -> Iterator[None]:
@@ -232,33 +249,71 @@ class PeerChannel:
             ) from error
 
     def _serve(self, handle: Handler, guests: set[int]) -> None:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        header = memoryview(bytearray(HEADER_BYTES))
+        request_tensor = torch.frombuffer(header, dtype=torch.uint8)
         memory = Buffer(BLOCK_BYTES, "copy").view  # page-aligned: it is written past the page cache
         block = torch.frombuffer(memory, dtype=torch.uint8)
-        with suppress(RuntimeError, OSError):  # the others have ended; whoever asks them next reports that
+
+        def reply(answer: bytearray, data: memoryview | None) -> None:
+            self._group.send([torch.frombuffer(answer, dtype=torch.uint8)], source, _REPLY).wait()
+            if data is not None:
+                self._group.send([torch.frombuffer(data, dtype=torch.uint8)], source, _ANSWER).wait()
+
+        with suppress(RuntimeError):  # the others have ended; whoever asks them next reports that
             while guests:
-                work = self._group.recv_anysource([header], _REQUEST)
+                work = self._group.recv_anysource([request_tensor], _REQUEST)
                 work.wait()
-                self._is_answering = True
-                source, request = work._source_rank(), _decode(header)
-                ends = [*accumulate(request["pieces"], initial=0)]
-                nbytes = ends[-1]
-                if request["by_stream"]:
-                    peer_streams.receive(self._in[source], memory[:nbytes])
-                else:
+                with self._answering():
+                    source, request = work._source_rank(), _decode(header)
+                    ends = [*accumulate(request["pieces"], initial=0)]
                     works = [self._group.recv([block[a:b]], source, _SENT) for a, b in pairwise(ends)]
-                    for work in works:
-                        work.wait()
-                if request["do"] == "goodbye":
-                    guests.discard(source)
-                    answer, data = {}, None
-                else:
-                    answer, data = _handled(handle, request, memory[:nbytes])
-                nbytes = 0 if data is None else len(data)
-                self._group.send([_encode({**answer, "bytes": nbytes})], source, _REPLY).wait()
-                if data is not None and nbytes:
-                    self._group.send([torch.frombuffer(data, dtype=torch.uint8)], source, _ANSWER).wait()
-                self._served_at, self._is_answering = time.monotonic(), False
+                    for each in works:
+                        each.wait()
+                    if request["do"] == "goodbye":
+                        guests.discard(source)
+                        reply(_encode({"bytes": 0}), None)
+                    else:
+                        self._handle(handle, request, memory[: ends[-1]], reply)
+
+    def _serve_stream(self, handle: Handler, stream: socket.socket) -> None:
+        """Answer the requests of one guest until it closes its connection, or ends."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        memory = Buffer(BLOCK_BYTES, "copy").view
+
+        def reply(answer: bytearray, data: memoryview | None) -> None:
+            peer_streams.send(stream, [memoryview(answer), *([] if data is None else [data])])
+
+        with suppress(OSError):  # the guest has ended, which another thread sees
+            while True:
+                peer_streams.receive(stream, header)
+                with self._answering():
+                    request = _decode(header)
+                    sent = memory[: sum(request["pieces"])]
+                    peer_streams.receive(stream, sent)
+                    self._handle(handle, request, sent, reply)
+
+    def _handle(
+        self,
+        handle: Handler,
+        request: Request,
+        sent: memoryview,
+        reply: Callable[[bytearray, memoryview | None], None],
+    ) -> None:
+        """Do what ``request`` asks for, and answer it: one request of all threads after another."""
+        with self._handling:
+            answer, data = _handled(handle, request, sent)
+            data = data or None
+            reply(_encode({**answer, "bytes": 0 if data is None else len(data)}), data)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Note that a request is under way."""
+        self._busy.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._served_at = time.monotonic()
+            self._busy.discard(threading.get_ident())
 
 
 def _handled(handle: Handler, request: Request, sent: memoryview) -> tuple[Request, memoryview | None]:
@@ -268,11 +323,11 @@ def _handled(handle: Handler, request: Request, sent: memoryview) -> tuple[Reque
         return {"error": f"{type(error).__name__}: {error}"[: HEADER_BYTES // 4]}, None
 
 
-def _encode(table: Request) -> torch.Tensor:
+def _encode(table: Request) -> bytearray:
     text = json.dumps(table).encode()
     assert len(text) <= HEADER_BYTES, table
-    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+    return bytearray(text.ljust(HEADER_BYTES))
 
 
-def _decode(header: torch.Tensor) -> Request:
-    return json.loads(bytes(header.numpy()))
+def _decode(header: memoryview) -> Request:
+    return json.loads(bytes(header))

@@ -1,8 +1,8 @@
-"""A TCP connection from each rank to the one that keeps its copies, for the bytes of the copies.
+"""A TCP connection from each rank to the one that keeps its copies, for the copies.
 
 A message of gloo takes several turns of two threads in each process, and one of them spins while the other holds the
-connection's lock. Here a block of records is one call to the system on each side. Requests and answers stay with
-the process group, which also shows which rank has ended. Where no connection can be made, copies go over the group too.
+connection's lock. Here a block of records is one call to the system on each side. Requests of other ranks go over
+the process group, which also shows which rank has ended; so do those of a rank for which no connection can be made.
 
 1. Each rank listens at the address that gloo would use, and tells all others the address and a secret.
 2. Each rank connects to its partner, and sends the partner's secret and its own number.
@@ -21,6 +21,7 @@ import struct
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 from ...distributed import Ranks
 
@@ -36,15 +37,15 @@ def connect(
 ) -> tuple[socket.socket | None, dict[int, socket.socket]]:
     """Return the connection to ``partner``, None without one, and those of ``guests`` that have one.
 
-    A send that makes no progress for ``deadline_seconds`` fails. Collective: every rank must call this.
+    A send or an answer that makes no progress for ``deadline_seconds`` fails. Collective: every rank must call this.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     with ExitStack() as undone:
         listener = _listening()
         if listener is not None:
             undone.enter_context(listener)
-        places = ranks.everyone(None if listener is None else (listener.getsockname(), secret))
-        out = None if places[partner] is None else _connected(*places[partner], ranks.rank)
+        places = ranks.everyone(_Place(None if listener is None else listener.getsockname(), secret))
+        out = _connected(places[partner], ranks.rank)
         tried = ranks.everyone(out is not None)
         expected = {guest for guest in guests if tried[guest]}
         found = {} if listener is None else _accepted(listener, secret, expected)
@@ -54,7 +55,8 @@ def connect(
             out = None
         if out is not None:
             limit = struct.pack("@ll", int(deadline_seconds), int(deadline_seconds % 1 * 1e6))
-            out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            for what in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                out.setsockopt(socket.SOL_SOCKET, what, limit)
         return out, found
 
 
@@ -74,13 +76,20 @@ def send(stream: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive(stream: socket.socket, view: memoryview) -> None:
-    """Fill all of ``view``. Raises ``ConnectionError`` if the other side has ended."""
+    """Fill all of ``view``.
+
+    Raises ``OSError``, and ends the stream; a ``ConnectionError`` if the other side has ended.
+    """
     done = 0
-    while done < len(view):
-        count = stream.recv_into(view[done:], 0, socket.MSG_WAITALL)
-        if not count:
-            raise ConnectionResetError("the rank that sends a copy has ended")
-        done += count
+    try:
+        while done < len(view):
+            count = stream.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionResetError("the connection was closed")
+            done += count
+    except BaseException:
+        shut([stream])
+        raise
 
 
 def shut(streams: Collection[socket.socket]) -> None:
@@ -89,6 +98,13 @@ def shut(streams: Collection[socket.socket]) -> None:
         with suppress(OSError):  # the other side has ended before
             stream.shutdown(socket.SHUT_RDWR)
         stream.close()
+
+
+class _Place(NamedTuple):
+    """The address at which a rank listens, None without one, and what those who connect have to know."""
+
+    address: tuple[str, int] | None
+    secret: bytes
 
 
 def _listening() -> socket.socket | None:
@@ -108,12 +124,14 @@ def _own_address() -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-def _connected(place: tuple[str, int], secret: bytes, rank: int) -> socket.socket | None:
+def _connected(place: _Place, rank: int) -> socket.socket | None:
     """Return a connection to the rank that listens at ``place``; None if it cannot be made."""
+    if place.address is None:
+        return None
     with suppress(OSError):
-        stream = socket.create_connection(place, CONNECT_SECONDS)
+        stream = socket.create_connection(place.address, CONNECT_SECONDS)
         try:
-            stream.sendall(_HELLO.pack(secret, rank))
+            stream.sendall(_HELLO.pack(place.secret, rank))
             stream.settimeout(None)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
@@ -132,7 +150,7 @@ def _accepted(listener: socket.socket, secret: bytes, expected: Collection[int])
             listener.settimeout(left)
             stream, _ = listener.accept()
             rank = _greeted(stream, secret, left)
-            if rank in expected and rank not in found:
+            if rank is not None and rank in expected and rank not in found:
                 found[rank] = stream
             else:
                 stream.close()  # of another program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from holdfast.checkpoint.collective_snapshots import StorageShare
-from holdfast.checkpoint.nodes import peer_channel, peer_disk
+from holdfast.checkpoint.nodes import peer_channel, peer_disk, peer_streams
 from holdfast.checkpoint.nodes.peer_disk import PeerDisk, PeerServer, packed, unpacked
 from holdfast.distributed import Ranks
+from holdfast.errors import DiskFailed, RankFailed
 from holdfast.io.queue import IOQueue
 from holdfast.store.disk import Disk
 from holdfast.store.format.manifest import CommitRef
@@ -167,3 +169,48 @@ def test_a_process_that_ends_waits_for_the_request_that_is_under_way():
     began = time.monotonic()
     channel.wait_until_quiet()
     assert time.monotonic() - began >= peer_channel.QUIET_SECONDS, "one may be on its way"
+
+
+@pytest.fixture
+def by_stream():
+    """A channel to a partner without a process group, its requests as the partner sees them, and its connection."""
+    out, incoming = socket.socketpair()
+    seen, there, here = [], *(peer_channel.PeerChannel.__new__(peer_channel.PeerChannel) for _ in range(2))
+    there._busy, there._handling = set(), threading.Lock()
+    here._rank, here._partner, here._out, here._asking = 0, 1, out, threading.Lock()
+
+    def handle(request, sent):
+        seen.append((request["do"], bytes(sent)))
+        if request["do"] == "fail":
+            raise OSError("disk on fire")
+        return {"has": True}, memoryview(b"answer") if request["do"] == "read" else None
+
+    thread = threading.Thread(target=there._serve_stream, args=(handle, incoming))
+    thread.start()
+    yield here, seen, incoming
+    peer_streams.shut([out, incoming])
+    thread.join(10)
+    assert not thread.is_alive() and not there._busy
+
+
+def test_partner_is_asked_and_answers_over_the_connection_alone(by_stream):
+    channel, seen, _ = by_stream
+    assert channel.ask(1, {"do": "write"}, [memoryview(b"a" * PAGE), memoryview(b"b")])["has"]
+    into = memoryview(bytearray(8))
+    assert channel.ask(1, {"do": "read"}, (), into)["bytes"] == 6 and into[:6] == b"answer"
+    assert seen == [("write", b"a" * PAGE + b"b"), ("read", b"")]
+
+
+def test_error_of_the_partner_ends_no_connection(by_stream):
+    channel, _, _ = by_stream
+    with pytest.raises(DiskFailed, match="rank 1: OSError: disk on fire"):
+        channel.ask(1, {"do": "fail"})
+    assert channel.ask(1, {"do": "has"})["has"]
+
+
+def test_partner_that_has_ended_is_a_failed_rank(by_stream):
+    channel, _, incoming = by_stream
+    incoming.shutdown(socket.SHUT_RDWR)
+    for _ in range(2):
+        with pytest.raises(RankFailed, match="rank 1"):
+            channel.ask(1, {"do": "write"}, [memoryview(b"a")])

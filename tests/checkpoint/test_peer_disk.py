@@ -177,7 +177,7 @@ def by_stream():
     out, incoming = socket.socketpair()
     seen, there, here = [], *(peer_channel.PeerChannel.__new__(peer_channel.PeerChannel) for _ in range(2))
     there._busy, there._handling = set(), threading.Lock()
-    here._rank, here._partner, here._out, here._asking = 0, 1, out, threading.Lock()
+    here._rank, here._partner, here._out, here._asking, here._unanswered = 0, 1, out, threading.Lock(), set()
 
     def handle(request, sent):
         seen.append((request["do"], bytes(sent)))
@@ -214,3 +214,77 @@ def test_partner_that_has_ended_is_a_failed_rank(by_stream):
     for _ in range(2):
         with pytest.raises(RankFailed, match="rank 1"):
             channel.ask(1, {"do": "write"}, [memoryview(b"a")])
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def _after_sending(channel, monkeypatch):
+    real = peer_streams.send
+    monkeypatch.setattr(
+        peer_streams,
+        "send",
+        lambda stream, views: (real(stream, views), stream is channel._out and _interrupt()),
+    )
+
+
+def _between_header_and_bytes(channel, monkeypatch):
+    real = channel._receive
+    monkeypatch.setattr(
+        channel,
+        "_receive",
+        lambda rank, out, tag, view: (_interrupt if tag == peer_channel._ANSWER else real)(
+            rank, out, tag, view
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "interrupted",
+    [
+        _after_sending,
+        lambda channel, monkeypatch: monkeypatch.setattr(channel, "_answer", _interrupt),
+        _between_header_and_bytes,
+    ],
+    ids=["after sending", "before the answer", "between header and bytes"],
+)
+def test_answer_that_an_interrupt_has_cut_off_is_not_taken_for_the_next_one(
+    by_stream, monkeypatch, interrupted
+):
+    channel, seen, _ = by_stream
+    with monkeypatch.context() as patched:
+        interrupted(channel, patched)
+        with pytest.raises(KeyboardInterrupt):
+            channel.ask(1, {"do": "read"}, (), memoryview(bytearray(8)))
+    assert channel._out.fileno() == -1, "the partner does not wait until its answer is taken"
+    for _ in range(2):
+        with pytest.raises(RankFailed, match="an earlier request was given up"):
+            channel.ask(1, {"do": "has"}, (), memoryview(bytearray(8)))
+    assert ("has", b"") not in seen
+
+
+def test_answer_over_the_group_that_an_interrupt_has_cut_off_is_not_taken_for_the_next_one(by_stream):
+    channel, _, _ = by_stream
+    answers, work = [b'{"bytes": 0, "of": 1}'], SimpleNamespace(wait=lambda *_: None)
+
+    def received(headers, rank, tag):
+        headers[0].copy_(torch.frombuffer(bytearray(answers.pop(0).ljust(2048)), dtype=torch.uint8))
+        return work
+
+    channel._group, channel._deadline = SimpleNamespace(send=lambda *_: work, recv=received), None
+    assert channel.ask(2, {"do": "has"})["of"] == 1
+    answers += [b'{"bytes": 0, "of": 2}', b'{"bytes": 0, "of": 3}']
+    with pytest.raises(KeyboardInterrupt), channel.asked(2, {"do": "has"}):
+        raise KeyboardInterrupt
+    with pytest.raises(RankFailed, match="an earlier request was given up"):
+        channel.ask(2, {"do": "has"})
+    assert channel.ask(3, {"do": "has"})["of"] == 2, "other ranks are asked as before"
+    assert channel.ask(1, {"do": "has"})["has"], "and the partner by its connection"
+
+
+def test_bytes_that_are_no_message_are_a_failed_rank(by_stream):
+    channel, _, incoming = by_stream
+    channel._request = lambda *_: incoming.sendall(b"?" * peer_channel.HEADER_BYTES)
+    with pytest.raises(RankFailed, match="no message"):
+        channel.ask(1, {"do": "has"})

@@ -68,6 +68,8 @@ class PeerChannel:
         self._partner = partner
         self._out, self._in = peer_streams.connect(ranks, partner, guests, deadline_seconds)
         self._asking = threading.Lock()
+        self._unanswered: set[int | socket.socket] = set()
+        """The connections, and for the group the ranks, of which an answer is awaited."""
         self._thread: threading.Thread | None = None
         self._watchers: list[threading.Thread] = []
         self._servers: list[threading.Thread] = []
@@ -118,21 +120,45 @@ class PeerChannel:
     ) -> Iterator[Callable[[memoryview | None], Request]]:
         """Send a request, and yield a function that waits for its answer, so that work may be done meanwhile.
 
-        The function must be called, once, inside the block. Other threads cannot ask until the block ends.
+        The function must be called, once, inside the block. Other threads cannot ask until the block ends. Where it
+        ends without the whole answer, as by an interrupt, ``rank`` is asked no more: the next request would be given
+        the answer to this one.
         """
         with self._asking:
             out = self._out if rank == self._partner else None
+            way = rank if out is None else out
+            header = _encode({**request, "pieces": [len(piece) for piece in sent]})
+
+            def answer(into: memoryview | None) -> Request:
+                found = self._answer(rank, out, into)
+                self._unanswered.discard(way)
+                if "error" in found:
+                    raise DiskFailed(f"rank {rank}: {found['error']}")
+                return found
+
             with self._failing(rank):
-                header = _encode({**request, "pieces": [len(piece) for piece in sent]})
-                if out is not None:
-                    peer_streams.send(out, [memoryview(header), *sent])
-                else:
-                    pieces = [torch.frombuffer(piece, dtype=torch.uint8) for piece in sent]
-                    works = [self._group.send([torch.frombuffer(header, dtype=torch.uint8)], rank, _REQUEST)]
-                    works += [self._group.send([piece], rank, _SENT) for piece in pieces]
-                    for work in works:
-                        work.wait(self._deadline)
-            yield lambda into: self._answer(rank, out, into)
+                if way in self._unanswered:
+                    raise ConnectionError("an earlier request was given up before its answer came")
+            self._unanswered.add(way)
+            try:
+                with self._failing(rank):
+                    self._request(rank, out, header, sent)
+                yield answer
+            finally:
+                if out is not None and out in self._unanswered:
+                    peer_streams.shut([out])  # or the other side waits until somebody takes its answer
+
+    def _request(
+        self, rank: int, out: socket.socket | None, header: bytearray, sent: Sequence[memoryview]
+    ) -> None:
+        if out is not None:
+            peer_streams.send(out, [memoryview(header), *sent])
+            return
+        pieces = [torch.frombuffer(piece, dtype=torch.uint8) for piece in sent]
+        works = [self._group.send([torch.frombuffer(header, dtype=torch.uint8)], rank, _REQUEST)]
+        works += [self._group.send([piece], rank, _SENT) for piece in pieces]
+        for work in works:
+            work.wait(self._deadline)
 
     def say_goodbye(self, rank: int) -> None:
         """Tell ``rank`` that this one asks for nothing any more, and ends in order. Errors do not matter."""
@@ -224,8 +250,6 @@ class PeerChannel:
             if answer["bytes"]:
                 assert into is not None
                 self._receive(rank, out, _ANSWER, into[: answer["bytes"]])
-        if "error" in answer:
-            raise DiskFailed(f"rank {rank}: {answer['error']}")
         return answer
 
     def _send(self, rank: int, tag: int, data: torch.Tensor) -> None:
@@ -330,4 +354,8 @@ def _encode(table: Request) -> bytearray:
 
 
 def _decode(header: memoryview) -> Request:
-    return json.loads(bytes(header))
+    """Return what ``_encode`` was given. Raises ``ConnectionError`` for other bytes."""
+    try:
+        return json.loads(bytes(header))
+    except ValueError as error:
+        raise ConnectionError("what came is no message") from error

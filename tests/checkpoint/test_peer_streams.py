@@ -77,6 +77,14 @@ def test_rank_without_an_address_gets_its_copies_over_the_group(monkeypatch):
     shut(found)
 
 
+@pytest.mark.parametrize("name", ["a" * 64 + ".example", "a..example"])
+def test_host_whose_name_has_no_address_listens_nowhere(monkeypatch, name):
+    """An error of one rank would leave the others waiting for it."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert peer_streams._listening() is None
+
+
 def test_program_that_does_not_know_the_secret_is_turned_away(monkeypatch):
     """Also where it comes first, and says nothing."""
     strangers = []

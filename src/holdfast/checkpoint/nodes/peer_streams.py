@@ -109,7 +109,7 @@ class _Place(NamedTuple):
 
 def _listening() -> socket.socket | None:
     """Return a socket that listens at the address that gloo uses; None if there is no such address."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # the latter for a host's name that no name service can have
         return socket.create_server((_own_address(), 0), backlog=64)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import threading
 import time
@@ -177,6 +178,7 @@ def by_stream():
     out, incoming = socket.socketpair()
     seen, there, here = [], *(peer_channel.PeerChannel.__new__(peer_channel.PeerChannel) for _ in range(2))
     there._busy, there._handling = set(), threading.Lock()
+    here._process, here._thread, here._in = os.getpid(), threading.current_thread(), {}
     here._rank, here._partner, here._out, here._asking, here._unanswered = 0, 1, out, threading.Lock(), set()
 
     def handle(request, sent):
@@ -288,3 +290,19 @@ def test_bytes_that_are_no_message_are_a_failed_rank(by_stream):
     channel._request = lambda *_: incoming.sendall(b"?" * peer_channel.HEADER_BYTES)
     with pytest.raises(RankFailed, match="no message"):
         channel.ask(1, {"do": "has"})
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("end", ["end_with_process", "_abort"])
+def test_fork_that_ends_leaves_the_connections_of_its_parent(by_stream, monkeypatch, end):
+    channel, _, _ = by_stream
+    shut = SimpleNamespace(start=channel._shut_streams)
+    monkeypatch.setattr(threading, "Timer", lambda *_: shut)
+    child = os.fork()
+    if not child:
+        try:
+            getattr(channel, end)()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert channel.ask(1, {"do": "has"})["has"]

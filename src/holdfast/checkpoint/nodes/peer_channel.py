@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import socket
 import threading
 import time
@@ -63,6 +64,7 @@ class PeerChannel:
 
         Collective: every rank must call this.
         """
+        self._process = os.getpid()
         self._rank, self._deadline = ranks.rank, timedelta(seconds=deadline_seconds)
         self._group: Any = dist.new_group(backend="gloo", timeout=FOREVER)
         self._partner = partner
@@ -203,16 +205,22 @@ class PeerChannel:
     def end_with_process(self) -> None:
         """Bound the wait for other ranks at the end of a process that did not call ``close``.
 
-        They may have ended, or end at the same moment and answer no more. Called when the interpreter ends.
+        They may have ended, or end at the same moment and answer no more. Called when the interpreter ends. Does
+        nothing in a fork.
         """
-        if self._thread is not None:
+        if self._thread is not None and os.getpid() == self._process:
             timer = threading.Timer(EXIT_SECONDS, self._abort)
             timer.daemon = True
             with suppress(RuntimeError):  # this interpreter starts no more threads
                 timer.start()
 
     def _abort(self) -> None:
-        """Fail all that is under way: a wait that runs out of time closes the connections of a gloo group."""
+        """Fail all that is under way: a wait that runs out of time closes the connections of a gloo group.
+
+        Does nothing in a fork, whose connections are those of its parent.
+        """
+        if os.getpid() != self._process:
+            return
         self._is_ending = True
         self._shut_streams()
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")

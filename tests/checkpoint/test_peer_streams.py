@@ -27,13 +27,13 @@ class Fellows:
         return [self._values[rank] for rank in sorted(self._values)]
 
 
-def connected():
+def connected(deadline_seconds=20.0):
     """For each rank its connection to its partner, and those of its guests."""
     values, barrier = {}, threading.Barrier(len(PARTNER))
 
     def connect(rank):
         guests = [guest for guest, partner in PARTNER.items() if partner == rank]
-        return peer_streams.connect(Fellows(rank, values, barrier), PARTNER[rank], guests, 20.0)
+        return peer_streams.connect(Fellows(rank, values, barrier), PARTNER[rank], guests, deadline_seconds)
 
     with ThreadPoolExecutor(len(PARTNER)) as threads:
         return list(threads.map(connect, PARTNER))
@@ -74,6 +74,22 @@ def test_rank_without_an_address_gets_its_copies_over_the_group(monkeypatch):
     assert [out is None for out, _ in found].count(True) == 1
     for rank, (out, _) in enumerate(found):
         assert (rank in found[PARTNER[rank]][1]) == (out is not None)
+    shut(found)
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda out, incoming: peer_streams.send(out, [memoryview(bytes(50_000_000))]),
+        lambda out, incoming: peer_streams.send(incoming, [memoryview(bytes(50_000_000))]),
+        lambda out, incoming: peer_streams.receive(out, memoryview(bytearray(1))),
+    ],
+    ids=["request", "answer", "wait for an answer"],
+)
+def test_no_side_waits_for_one_that_does_nothing(waiting):
+    found = connected(deadline_seconds=0.2)
+    with pytest.raises(BlockingIOError):
+        waiting(found[0][0], found[1][1][0])
     shut(found)
 
 

@@ -37,7 +37,8 @@ def connect(
 ) -> tuple[socket.socket | None, dict[int, socket.socket]]:
     """Return the connection to ``partner``, None without one, and those of ``guests`` that have one.
 
-    A send or an answer that makes no progress for ``deadline_seconds`` fails. Collective: every rank must call this.
+    A send, or a wait for the partner, that makes no progress for ``deadline_seconds`` fails. Collective: every rank
+    must call this.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     with ExitStack() as undone:
@@ -53,10 +54,12 @@ def connect(
         if out is not None and ranks.rank not in accepted:
             out.close()
             out = None
-        if out is not None:
-            limit = struct.pack("@ll", int(deadline_seconds), int(deadline_seconds % 1 * 1e6))
-            for what in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                out.setsockopt(socket.SOL_SOCKET, what, limit)
+        limit = struct.pack("@ll", int(deadline_seconds), int(deadline_seconds % 1 * 1e6))
+        for stream in [*found.values(), *([] if out is None else [out])]:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        if out is not None:  # a guest's next request may come after hours
+            out.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         return out, found
 
 

@@ -185,6 +185,8 @@ def by_stream():
         seen.append((request["do"], bytes(sent)))
         if request["do"] == "fail":
             raise OSError("disk on fire")
+        if request["do"] == "die":
+            return {"what": "x" * peer_channel.HEADER_BYTES}, None
         return {"has": True}, memoryview(b"answer") if request["do"] == "read" else None
 
     thread = threading.Thread(target=there._serve_stream, args=(handle, incoming))
@@ -208,6 +210,25 @@ def test_error_of_the_partner_ends_no_connection(by_stream):
     with pytest.raises(DiskFailed, match="rank 1: OSError: disk on fire"):
         channel.ask(1, {"do": "fail"})
     assert channel.ask(1, {"do": "has"})["has"]
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "\N{FIRE}", "\0"])
+def test_long_error_is_told_as_far_as_an_answer_holds_it(letter):
+    def handle(*_):
+        raise OSError(letter * 5000)
+
+    answer, _ = peer_channel._handled(handle, {}, memoryview(b""))
+    assert letter * 50 in answer["error"]
+    peer_channel._encode({**answer, "bytes": 0})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_partner_whose_thread_dies_is_a_failed_rank_at_once(by_stream):
+    channel, _, incoming = by_stream
+    channel._out.settimeout(10)
+    with pytest.raises(RankFailed, match="closed"):
+        channel.ask(1, {"do": "die"})
+    assert incoming.fileno() == -1
 
 
 def test_partner_that_has_ended_is_a_failed_rank(by_stream):

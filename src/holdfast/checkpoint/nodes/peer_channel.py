@@ -309,6 +309,12 @@ class PeerChannel:
 
     def _serve_stream(self, handle: Handler, stream: socket.socket) -> None:
         """Answer the requests of one guest until it closes its connection, or ends."""
+        try:
+            self._answer_all(handle, stream)
+        finally:  # after an error the guest does not wait for an answer
+            peer_streams.shut([stream])
+
+    def _answer_all(self, handle: Handler, stream: socket.socket) -> None:
         header = memoryview(bytearray(HEADER_BYTES))
         memory = Buffer(BLOCK_BYTES, "copy").view
 
@@ -352,7 +358,10 @@ def _handled(handle: Handler, request: Request, sent: memoryview) -> tuple[Reque
     try:
         return handle(request, sent)
     except Exception as error:  # any error: whoever asked reports it
-        return {"error": f"{type(error).__name__}: {error}"[: HEADER_BYTES // 4]}, None
+        text = f"{type(error).__name__}: {error}"[: HEADER_BYTES // 2]
+        while len(json.dumps(text)) > HEADER_BYTES // 2:  # a character may take 12 bytes
+            text = text[:-1]
+        return {"error": text}, None
 
 
 def _encode(table: Request) -> bytearray:

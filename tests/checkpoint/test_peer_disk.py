@@ -313,6 +313,13 @@ def test_bytes_that_are_no_message_are_a_failed_rank(by_stream):
         channel.ask(1, {"do": "has"})
 
 
+def test_channel_that_never_served_leaves_no_connection_open(by_stream):
+    channel, _, _ = by_stream
+    channel._thread = None
+    channel.close()
+    assert channel._out.fileno() == -1
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("end", ["end_with_process", "_abort"])
 def test_fork_that_ends_leaves_the_connections_of_its_parent(by_stream, monkeypatch, end):

@@ -93,6 +93,33 @@ def test_no_side_waits_for_one_that_does_nothing(waiting):
     shut(found)
 
 
+def test_error_while_connecting_leaves_no_connection_open(monkeypatch):
+    """As one of a rank that has failed meanwhile."""
+    opened, real_connected, real_accepted = [], peer_streams._connected, peer_streams._accepted
+
+    def kept(place, rank):
+        opened.append(real_connected(place, rank))
+        return opened[-1]
+
+    def accepted(*arguments):
+        found = real_accepted(*arguments)
+        opened.extend(found.values())
+        return found
+
+    def everyone(self, value, real=Fellows.everyone):
+        values = real(self, value)
+        if isinstance(value, list):
+            raise ConnectionError("a rank has failed")
+        return values
+
+    monkeypatch.setattr(peer_streams, "_connected", kept)
+    monkeypatch.setattr(peer_streams, "_accepted", accepted)
+    monkeypatch.setattr(Fellows, "everyone", everyone)
+    with pytest.raises(ConnectionError, match="a rank has failed"):
+        connected()
+    assert len(opened) == 6 and all(stream.fileno() == -1 for stream in opened)
+
+
 @pytest.mark.parametrize("name", ["a" * 64 + ".example", "a..example"])
 def test_host_whose_name_has_no_address_listens_nowhere(monkeypatch, name):
     """An error of one rank would leave the others waiting for it."""

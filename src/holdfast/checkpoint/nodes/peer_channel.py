@@ -177,6 +177,7 @@ class PeerChannel:
         """
         thread, self._thread = self._thread, None
         if thread is None:
+            self._shut_streams()
             return
         thread.join(JOIN_SECONDS)
         if not thread.is_alive():

@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import NamedTuple
 
 from ...distributed import Ranks
@@ -41,15 +41,15 @@ def connect(
     must call this.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
-    with ExitStack() as undone:
-        listener = _listening()
-        if listener is not None:
-            undone.enter_context(listener)
+    listener = _listening()
+    with ExitStack() as undone, nullcontext() if listener is None else listener:
         places = ranks.everyone(_Place(None if listener is None else listener.getsockname(), secret))
         out = _connected(places[partner], ranks.rank)
+        undone.callback(shut, [] if out is None else [out])
         tried = ranks.everyone(out is not None)
         expected = {guest for guest in guests if tried[guest]}
         found = {} if listener is None else _accepted(listener, secret, expected)
+        undone.callback(shut, [*found.values()])
         accepted = ranks.everyone([*found])[partner]
         if out is not None and ranks.rank not in accepted:
             out.close()
@@ -60,6 +60,7 @@ def connect(
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         if out is not None:  # a guest's next request may come after hours
             out.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        undone.pop_all()
         return out, found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -151,6 +153,19 @@ def test_program_that_does_not_know_the_secret_is_turned_away(monkeypatch):
     shut(found)
 
 
+def test_partner_that_has_ended_ends_no_script_by_a_signal():
+    """Where SIGPIPE is what it is without Python."""
+    script = (
+        "import signal, socket; from holdfast.checkpoint.nodes import peer_streams\n"
+        "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+        "out, incoming = socket.socketpair(); incoming.close()\n"
+        "try: peer_streams.send(out, [memoryview(b'a')])\n"
+        "except BrokenPipeError: print('told')"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.stdout == "told\n", (run.returncode, run.stderr)
+
+
 def test_stream_ends_with_a_send_that_was_cut_off():
     """What followed would be taken for the rest of it."""
     out, incoming = socket.socketpair()
@@ -159,7 +174,7 @@ def test_stream_ends_with_a_send_that_was_cut_off():
         def __init__(self):
             self.shutdown, self.close = out.shutdown, out.close
 
-        def sendmsg(self, views):
+        def sendmsg(self, views, *_):
             out.send(bytes(views[0][:10]))
             raise KeyboardInterrupt
 

@@ -69,7 +69,7 @@ def send(stream: socket.socket, views: Sequence[memoryview]) -> None:
     left = [view for view in views if len(view)]
     try:
         while left:
-            count = stream.sendmsg(left)
+            count = stream.sendmsg(left, [], socket.MSG_NOSIGNAL)  # a script may have SIGPIPE end it
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -89,7 +89,7 @@ def test_rank_without_an_address_gets_its_copies_over_the_group(monkeypatch):
     ids=["request", "answer", "wait for an answer"],
 )
 def test_no_side_waits_for_one_that_does_nothing(waiting):
-    found = connected(deadline_seconds=0.2)
+    found = connected(deadline_seconds=0.8)
     with pytest.raises(BlockingIOError):
         waiting(found[0][0], found[1][1][0])
     shut(found)
@@ -99,8 +99,8 @@ def test_error_while_connecting_leaves_no_connection_open(monkeypatch):
     """As one of a rank that has failed meanwhile."""
     opened, real_connected, real_accepted = [], peer_streams._connected, peer_streams._accepted
 
-    def kept(place, rank):
-        opened.append(real_connected(place, rank))
+    def kept(*arguments):
+        opened.append(real_connected(*arguments))
         return opened[-1]
 
     def accepted(*arguments):
@@ -135,13 +135,13 @@ def test_program_that_does_not_know_the_secret_is_turned_away(monkeypatch):
     strangers = []
     real = peer_streams._connected
 
-    def connected_after_a_stranger(place, rank):
+    def connected_after_a_stranger(place, rank, seconds):
         strangers.append(socket.create_connection(place.address))
         if rank:
             strangers[-1].sendall(peer_streams._HELLO.pack(b"?" * peer_streams.SECRET_BYTES, rank))
         else:
             strangers[-1].shutdown(socket.SHUT_WR)
-        return real(place, rank)
+        return real(place, rank, seconds)
 
     monkeypatch.setattr(peer_streams, "_connected", connected_after_a_stranger)
     found = connected()
@@ -150,6 +150,35 @@ def test_program_that_does_not_know_the_secret_is_turned_away(monkeypatch):
         with closing(stranger):
             stranger.settimeout(5)
             assert stranger.recv(1) == b""
+    shut(found)
+
+
+@pytest.mark.parametrize("pause", [0.08, 60.0])
+def test_program_that_says_little_takes_no_connection_from_a_rank(monkeypatch, pause):
+    """Nor one that says a byte now and then."""
+    monkeypatch.setattr(peer_streams, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(peer_streams, "CONNECT_SECONDS", 1.0)
+    real, is_over, threads = peer_streams._connected, threading.Event(), []
+
+    def chat(stranger):
+        with stranger, suppress(OSError):
+            for _ in range(peer_streams._HELLO.size):
+                if is_over.wait(pause):
+                    break
+                stranger.send(b"?")
+
+    def connected_after_a_stranger(place, rank, seconds):
+        for _ in range(3):
+            threads.append(threading.Thread(target=chat, args=(socket.create_connection(place.address),)))
+            threads[-1].start()
+        return real(place, rank, seconds)
+
+    monkeypatch.setattr(peer_streams, "_connected", connected_after_a_stranger)
+    found = connected()
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert all(out is not None for out, _ in found)
     shut(found)
 
 

@@ -358,7 +358,7 @@ class PeerServer:
         self._memory = memoryview(bytearray(BLOCK_BYTES))
 
     def handle(self, request: Request, sent: memoryview) -> tuple[Request, memoryview | None]:
-        """Answer one request. Called by the channel's thread."""
+        """Answer one request. Called by the channel's threads, one at a time."""
         what, path = request["do"], request["path"]
         if what == "read":
             return {}, self._reader.read(request, self._memory)

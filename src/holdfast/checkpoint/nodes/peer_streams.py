@@ -2,9 +2,11 @@
 
 A message of gloo takes several turns of two threads in each process, and one of them spins while the other holds the
 connection's lock. Here a block of records is one call to the system on each side. Requests of other ranks go over
-the process group, which also shows which rank has ended; so do those of a rank for which no connection can be made.
+the process group, which also shows which rank has ended; so do those of a rank for which no connection can be made,
+as on hosts with IPv6 alone.
 
-1. Each rank listens at the address that gloo would use, and tells all others the address and a secret.
+1. Each rank listens at the address that gloo would use, if it is one of IPv4, and tells all others the address and a
+   secret.
 2. Each rank connects to its partner, and sends the partner's secret and its own number.
 3. Each rank accepts those who have connected, and tells all others which they are.
 
@@ -27,6 +29,8 @@ from ...distributed import Ranks
 
 CONNECT_SECONDS = 5.0
 """The longest time that a rank waits for a connection; then its copies go over the process group."""
+HELLO_SECONDS = 1.0
+"""The longest time that one who has connected is waited for, who may be another program."""
 SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI")
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
@@ -40,15 +44,15 @@ def connect(
     A send, or a wait for the partner, that makes no progress for ``deadline_seconds`` fails. Collective: every rank
     must call this.
     """
-    secret = secrets.token_bytes(SECRET_BYTES)
+    secret, seconds = secrets.token_bytes(SECRET_BYTES), min(CONNECT_SECONDS, deadline_seconds / 4)
     listener = _listening()
     with ExitStack() as undone, nullcontext() if listener is None else listener:
         places = ranks.everyone(_Place(None if listener is None else listener.getsockname(), secret))
-        out = _connected(places[partner], ranks.rank)
+        out = _connected(places[partner], ranks.rank, seconds)
         undone.callback(shut, [] if out is None else [out])
         tried = ranks.everyone(out is not None)
         expected = {guest for guest in guests if tried[guest]}
-        found = {} if listener is None else _accepted(listener, secret, expected)
+        found = {} if listener is None else _accepted(listener, secret, expected, seconds)
         undone.callback(shut, [*found.values()])
         accepted = ranks.everyone([*found])[partner]
         if out is not None and ranks.rank not in accepted:
@@ -128,12 +132,12 @@ def _own_address() -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-def _connected(place: _Place, rank: int) -> socket.socket | None:
+def _connected(place: _Place, rank: int, seconds: float) -> socket.socket | None:
     """Return a connection to the rank that listens at ``place``; None if it cannot be made."""
     if place.address is None:
         return None
     with suppress(OSError):
-        stream = socket.create_connection(place.address, CONNECT_SECONDS)
+        stream = socket.create_connection(place.address, seconds)
         try:
             stream.sendall(_HELLO.pack(place.secret, rank))
             stream.settimeout(None)
@@ -145,15 +149,17 @@ def _connected(place: _Place, rank: int) -> socket.socket | None:
     return None
 
 
-def _accepted(listener: socket.socket, secret: bytes, expected: Collection[int]) -> dict[int, socket.socket]:
+def _accepted(
+    listener: socket.socket, secret: bytes, expected: Collection[int], seconds: float
+) -> dict[int, socket.socket]:
     """Return the connections of the ranks ``expected`` that know ``secret``, as far as they come."""
     found: dict[int, socket.socket] = {}
-    end = time.monotonic() + CONNECT_SECONDS
+    end = time.monotonic() + seconds
     with suppress(OSError):
         while {*expected} - {*found} and (left := end - time.monotonic()) > 0:
             listener.settimeout(left)
             stream, _ = listener.accept()
-            rank = _greeted(stream, secret, left)
+            rank = _greeted(stream, secret, min(left, HELLO_SECONDS))
             if rank is not None and rank in expected and rank not in found:
                 found[rank] = stream
             else:
@@ -163,10 +169,14 @@ def _accepted(listener: socket.socket, secret: bytes, expected: Collection[int])
 
 def _greeted(stream: socket.socket, secret: bytes, seconds: float) -> int | None:
     """Return the number of the rank that has connected; None if it does not know ``secret``."""
-    hello = bytearray(_HELLO.size)
+    hello, end = b"", time.monotonic() + seconds
     with suppress(OSError):
-        stream.settimeout(seconds)
-        receive(stream, memoryview(hello))
+        while len(hello) < _HELLO.size:
+            stream.settimeout(max(end - time.monotonic(), 0.001))
+            part = stream.recv(_HELLO.size - len(hello))
+            if not part or time.monotonic() > end:
+                return None
+            hello += part
         stream.settimeout(None)
         known, rank = _HELLO.unpack(hello)
         return rank if secrets.compare_digest(known, secret) else None

@@ -1,6 +1,6 @@
 """The tables of benchmarks/results/*.jsonl as a page: `python benchmarks/results.py > docs/results.md`.
 
-Of each file and each model (or ratio) in it, the newest line becomes tables, under the first paragraph of the
+Of each file and each model, ratio or case in it, the newest line becomes tables, under the first paragraph of the
 benchmark's module. Figures are copied; a list of repeated measurements is shown as its median, least and most. A
 benchmark that keeps a page of its own beside its file is linked.
 """
@@ -54,7 +54,12 @@ def _newest_of_each_model(path: Path) -> list[dict[str, Any]]:
             for key in ("model", "measurement", "size", "ssd_limit", "precision")
             if line.get(key)
         )
-        names = tuple(line.get("models") or line.get("ratios") or [one])
+        cases = [
+            f"{one} {count} {case}"
+            for count, found in line.get("by_micro_batches", {}).items()
+            for case in found.get("tokens_per_second", [])
+        ]
+        names = tuple(line.get("models") or line.get("ratios") or cases or [one])
         newest.pop(names, None)
         newest[names] = line
     seen: set[str] = set()

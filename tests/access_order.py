@@ -19,12 +19,14 @@ import threading
 import weakref
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.io.buffers import BufferPool
+from holdfast.io.buffers import Buffer, BufferPool
 from holdfast.offload import engine, executor
 from holdfast.offload.memory import device as device_module
 from holdfast.offload.memory.device import SeparateDevice
@@ -33,7 +35,7 @@ from holdfast.offload.model import microbatches
 from holdfast.schedule.operations import COMPUTE
 from holdfast.store.commit.generations import Generations
 from holdfast.store.scratch import Scratch
-from played_device import PLAYED, Played, Silent, plain
+from played_device import PLAYED, Played, Silent, plain, tensors_in
 
 GRAIN = 1 << 12
 """Accesses are looked up by pages of so many bytes."""
@@ -156,12 +158,12 @@ class Order(Silent):
 
     def computes(self, func, args, kwargs, made):
         for tensor, write in accessed(func, args, kwargs):
-            self.side(tensor, write, func._schema.name)
-        if not any(result.alias_info for result in func._schema.returns):
+            self.side(tensor, write, schema_of(func).name)
+        if schema_of(func).makes:
             for tensor in pytree.tree_leaves(made):
                 if isinstance(tensor, torch.Tensor):
                     self.allocates(tensor)
-                    self.side(tensor, True, func._schema.name)
+                    self.side(tensor, True, schema_of(func).name)
 
     def allocates(self, tensor, on_host=False):
         storage, stream = tensor.untyped_storage(), None if on_host else PLAYED.current_stream().name
@@ -190,6 +192,13 @@ class Order(Silent):
                         self.problem(f"memory of {stream} is let go of beside {_does(access)}")
                 self.pages[page] = [a for a in self.pages.get(page, ()) if a not in inside]
 
+    def forget(self, start, nbytes):
+        """Memory goes back to the system: what lies there next is another's."""
+        with self.lock:
+            for page in range(start // GRAIN, -(-(start + nbytes) // GRAIN)):
+                left = [a for a in self.pages.get(page, ()) if not start <= a.start < start + nbytes]
+                self.pages[page] = left
+
     def held_until(self, tensor, clock):
         with self.lock:
             join(self.free_at[plain(tensor).untyped_storage().data_ptr()], clock)
@@ -199,24 +208,36 @@ def _does(access):
     return f"{access.what} [{access.actor}] {'writes' if access.write else 'reads'}"
 
 
+class Schema(NamedTuple):
+    """What an operation does to the memory of its arguments and of what it returns."""
+
+    name: str
+    arguments: list[tuple[str, bool, bool]]
+    """The name of each, whether the operation looks into it, and whether it writes it."""
+    makes: bool
+    """Whether what it returns is new."""
+
+
+@cache
+def schema_of(func):
+    schema = func._schema
+    blind = schema.name.endswith("_like") or schema.name.startswith("aten::new_")
+    infos = [(argument.name, argument.alias_info) for argument in schema.arguments]
+    arguments = [
+        (name, not blind and (info is None or info.is_write), bool(info and info.is_write))
+        for name, info in infos
+    ]
+    return Schema(schema.name, arguments, not any(result.alias_info for result in schema.returns))
+
+
 def accessed(func, args, kwargs):
     """The tensors that ``func`` is given and looks into, and whether it writes them."""
-    name, found = func._schema.name, []
-    given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [
-        (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
-    ]
-    for argument, value in given:
-        info = argument.alias_info
-        if (
-            (info is not None and not info.is_write)
-            or name.endswith("_like")
-            or name.startswith("aten::new_")
-        ):
-            continue
-        for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.numel():
-                found.append((tensor, bool(info and info.is_write)))
+    found = []
+    for place, (name, looks, writes) in enumerate(schema_of(func).arguments):
+        if looks and (place < len(args) or name in kwargs):
+            for tensor in tensors_in([args[place] if place < len(args) else kwargs[name]]):
+                if tensor.layout == torch.strided and tensor.numel():
+                    found.append((tensor, writes))
     return found
 
 
@@ -234,8 +255,8 @@ class Watching(TorchDispatchMode):
         if not any(isinstance(tensor, Played) for tensor, _ in tensors):
             for tensor, write in tensors:
                 if tensor.device.type == "cpu":
-                    self.order.on_host(*span(tensor), write, func._schema.name)
-            if not any(result.alias_info for result in func._schema.returns):
+                    self.order.on_host(*span(tensor), write, schema_of(func).name)
+            if schema_of(func).makes:
                 for tensor in pytree.tree_leaves(out):
                     if isinstance(tensor, torch.Tensor) and not isinstance(tensor, Played):
                         self.order.allocates(
@@ -353,6 +374,7 @@ def _device(order, monkeypatch):
 def _memory(order, monkeypatch):
     """Host memory that is given back is known to whoever takes it next, as far as its last holder was."""
     real_take, real_give, real_lend = BufferPool.take, BufferPool.give, TransferPool.lend
+    real_free = Buffer.free
 
     def back(start):
         with order.lock:
@@ -385,6 +407,11 @@ def _memory(order, monkeypatch):
         weakref.finalize(flat.untyped_storage(), back, start).atexit = False
         return flat, view
 
+    def free(self):
+        order.forget(address(self.view), self.memory_bytes)
+        real_free(self)
+
+    monkeypatch.setattr(Buffer, "free", free)
     monkeypatch.setattr(BufferPool, "take", take)
     monkeypatch.setattr(BufferPool, "give", give)
     monkeypatch.setattr(TransferPool, "lend", lend)

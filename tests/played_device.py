@@ -17,11 +17,11 @@ import itertools
 import sys
 import threading
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import get_alias_info, return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import holdfast.offload.api  # noqa: F401 - loaded before any of it is patched
@@ -258,7 +258,7 @@ class Played(torch.Tensor):
 
 def run(func, args, kwargs):
     """Do ``func`` on the host. Raises ``RuntimeError`` where tensors of the host and of the device would mix."""
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = tensors_in((*args, *kwargs.values()))
     to = kwargs.get("device")
     crosses = func in COPIES or to is not None
     odd = [x for x in tensors if not isinstance(x, Played) and x.dim()]
@@ -270,7 +270,7 @@ def run(func, args, kwargs):
         return False
     if waits(func, args, kwargs, bool(odd)):
         PLAYED.hidden_waits.append(f"{func} of {threading.current_thread().name}")
-    host_args, host_kwargs = pytree.tree_map(plain, (args, kwargs))
+    host_args, host_kwargs = [plain(x) for x in args], {name: plain(x) for name, x in kwargs.items()}
     out = func(*host_args, **host_kwargs)
     if func is aten.copy_.default:
         PLAYED.listener.copies(*host_args[:2])
@@ -286,10 +286,36 @@ def run(func, args, kwargs):
         PLAYED.listener.computes(func, host_args, host_kwargs, out)
     if to is not None and torch.device(to).type != KIND:
         return out
-    out = pytree.tree_map(lambda x: Played(x) if isinstance(x, torch.Tensor) else x, out)
+    if written := written_by(func):
+        found = [args[place] if place < len(args) else kwargs[name] for place, name in written]
+        return found[0] if len(found) == 1 else tuple(found)
+    out = there(out)
     if func is aten.detach.default or to is not None:
         return out
     return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def tensors_in(values):
+    """The tensors of nested lists."""
+    found = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += tensors_in(x)
+    return found
+
+
+@cache
+def written_by(func):
+    """Place and name of each argument that ``func`` writes and returns, where it leaves their shapes as they are."""
+    about = get_alias_info(func)
+    if about.is_inplace_view_op:
+        return []
+    return [
+        next((place, arg.name) for place, arg in enumerate(about.args) if alias in arg.alias_set)
+        for alias in about.outs_write_aliases or ()
+    ]
 
 
 def waits(func, args, kwargs, mixed):
@@ -300,7 +326,7 @@ def waits(func, args, kwargs, mixed):
     if func in COPIES:
         positional = args[2] if len(args) > 2 else False
         return mixed and not kwargs.get("non_blocking", positional)
-    name = func._schema.name.removeprefix("aten::")
+    name = name_of(func)
     if name in ("index", "index_put", "index_put_"):
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     if name == "repeat_interleave":
@@ -308,10 +334,25 @@ def waits(func, args, kwargs, mixed):
     return name in ASKING
 
 
+@cache
+def name_of(func):
+    return func._schema.name.removeprefix("aten::")
+
+
 def plain(x):
+    """Return what ``x``, or each part of a list, is on the host."""
     if isinstance(x, Played):
         return x.held
+    if isinstance(x, (list, tuple)):
+        return [plain(y) for y in x]
     return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def there(x):
+    """Return what ``x``, or each part of it, is on the device."""
+    if isinstance(x, torch.Tensor):
+        return Played(x)
+    return type(x)(map(there, x)) if isinstance(x, (list, tuple)) else x
 
 
 class _TypeOf(type):

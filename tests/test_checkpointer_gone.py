@@ -8,10 +8,11 @@ import shutil
 import warnings
 
 import pytest
+import torch
 
 from checkpoint.loops import cut_small, same
 from holdfast.errors import Damaged, RunMismatch
-from holdfast.store.log.chain import read_journal
+from holdfast.store.log.chain import read_journal, verify_records
 from holdfast.store.log.segments import segments
 from holdfast.store.run_store import LocalStore
 from test_checkpointer import go_on, reference, start
@@ -148,3 +149,27 @@ def test_a_run_of_which_no_base_is_whole_says_that_running_again_does_not_help(t
         ),
     ):
         checkpointer.resume()
+
+
+@pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")
+def test_damage_after_a_step_without_a_record_is_named(tmp_path):
+    """Step 5 has a base alone, so the last record that can be read is of step 4."""
+    root = tmp_path / "run"
+    loop, checkpointer = start(root, base_every=1000)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 4)
+        with torch.no_grad():
+            loop.model.first.weight.mul_(2)
+        go_on(loop, checkpointer, 7)
+    with LocalStore.read(root) as reader:
+        record = read_journal(reader, "rank-00000").records[6]
+    with open(root / record.path, "r+b") as file:
+        file.seek(record.offset + 30)
+        file.write(b"damage")
+    with LocalStore.read(root) as reader:
+        last, [damage] = verify_records(reader, reader.load(reader.line()[0]))
+        assert (last, damage.path, damage.offset) == (5, record.path, record.offset)
+    step, told = resumed(root)
+    assert step == 5
+    assert f"{record.path} holds the header of a record that fails its digest" in told

@@ -16,7 +16,7 @@ from holdfast import failpoints
 from holdfast.checkpoint.compression.lossy import TopK
 from holdfast.checkpoint.loss_guard import GoodValues, loss_limit
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import BadInput, Diverged, EngineFailed, NoCommit
+from holdfast.errors import BadInput, Diverged, EngineFailed, NoCommit, RunMismatch
 from holdfast.events import read_events
 from holdfast.state.encoding import decode
 from holdfast.store.commit.pruning import prune
@@ -319,6 +319,37 @@ def test_what_only_a_new_process_can_restore_is_refused(tmp_path):
                 call()
 
 
+def test_a_step_before_a_group_came_is_refused(tmp_path):
+    loop, checkpointer = start(tmp_path, "frozen")
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+        late = loop.model.first.bias.requires_grad_()
+        loop.optimizers[0].add_param_group({"params": [late]})
+        go_on(loop, checkpointer, 5)
+        before = loop.state()
+        with pytest.raises(RunMismatch, match="1 parameter group, this one has 2"):
+            checkpointer.rollback(2)
+        assert checkpointer.steps_done == 5 and same(loop.state(), before)
+        go_on(loop, checkpointer, 6)
+        assert checkpointer.rollback(5) == 5 and same(loop.state(), before)
+
+
+def test_a_guard_goes_to_the_base_that_a_new_group_has_made(tmp_path):
+    """No step before it can be reached in this process."""
+    loop, checkpointer = start(tmp_path, "frozen")
+    with checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard()
+        go_on(loop, checkpointer, 3)
+        late = loop.model.first.bias.requires_grad_()
+        loop.optimizers[0].add_param_group({"params": [late]})
+        go_on(loop, checkpointer, 4)
+        before = loop.state()
+        assert guard.check(math.nan)
+        assert checkpointer.steps_done == 4 and same(loop.state(), before)
+
+
 class Restarted:
     """A loader whose place counts from the next ``iter`` on."""
 
@@ -521,6 +552,75 @@ def test_a_copy_in_memory_brings_back_the_same_bits(tmp_path, monkeypatch, featu
     with checkpointer:
         assert checkpointer.resume() == 12
         assert same(loop.state(), states[12])
+
+
+def freezing(loop, checkpointer, steps, states=None):
+    """Train on, with a parameter that is frozen from step 3 to 5 and keeps the optimizer state that it had."""
+    for i in range(checkpointer.steps_done if checkpointer else 0, steps):
+        loop.model.first.weight.requires_grad_(not 3 <= i < 6)
+        loop.iteration(i, checkpointer.step if checkpointer else lambda: None)
+        if states is not None:
+            states.append(loop.state())
+
+
+def test_a_copy_in_memory_leaves_a_frozen_parameter_its_optimizer_state(tmp_path, monkeypatch):
+    states = [None]
+    freezing(make(ADAMW), None, 9, states)
+    loop, checkpointer = start(tmp_path, "", base_every=50)
+    with checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard(copy_every=4)
+        freezing(loop, checkpointer, 6)
+        with monkeypatch.context() as patch:  # the copy serves, and not the records
+            patch.setattr("holdfast.checkpoint.recording.recover", None)
+            assert guard.check(math.nan)
+        assert checkpointer.steps_done == 4 and same(loop.state(), states[4])
+        freezing(loop, checkpointer, 9)
+        assert same(loop.state(), states[9])
+
+
+@pytest.mark.parametrize("change", ["script", "steps"])
+@pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")
+def test_a_copy_in_memory_is_not_used_once_what_it_lacks_has_changed(tmp_path, change):
+    """A frozen parameter, by the script; or one that has trained since, and is frozen again."""
+    loop, checkpointer = start(tmp_path, "", base_every=50)
+    first, states = loop.model.first.weight, []
+    with checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard(copy_every=4)
+        for i in range(6):
+            first.requires_grad_(i < 3 or (change == "steps" and i == 4))
+            loop.iteration(i, checkpointer.step)
+            states.append(loop.state())
+            if i == 4 and change == "script":
+                with torch.no_grad():
+                    first.mul_(2)
+        assert guard.check(math.nan)
+        assert checkpointer.steps_done == 4 and same(loop.state(), states[3])
+
+
+def test_a_copy_in_memory_is_that_of_a_base_that_the_script_asked_for(tmp_path):
+    """After the step that both are of, the script has changed a parameter, which only the base would hold."""
+    loop, checkpointer = start(tmp_path / "run", "", base_every=50)
+    with checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard(copy_every=4)
+        go_on(loop, checkpointer, 4)
+        with torch.no_grad():
+            loop.model.first.weight.mul_(2)
+        checkpointer.save()
+        saved = loop.state()
+        go_on(loop, checkpointer, 5)
+        assert guard.check(math.nan)
+        assert checkpointer.steps_done == 4 and same(loop.state(), saved)
+        go_on(loop, checkpointer, 7)
+        checkpointer.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        lived = loop.state()
+    loop, checkpointer = start(tmp_path / "killed", "")
+    with checkpointer:
+        assert checkpointer.resume() == 7
+        assert same(loop.state(), lived)
 
 
 def test_a_guard_goes_no_further_than_the_oldest_base(tmp_path):

@@ -588,6 +588,7 @@ class Checkpointer:
             self._refuse_between()
             with self._ending_on_error():
                 self._adapt([])
+                self._rollback.end_step()
 
         def lacks() -> bool:
             """Return whether the current state has no snapshot yet."""
@@ -645,6 +646,7 @@ class Checkpointer:
         """Make a snapshot of the current step, and accept the state as it is. Collective: every rank must call this."""
         self._backend.save_snapshot(again)
         self._optimizer_hooks.saved()
+        self._rollback.end_step()  # the script may have changed what a copy of this step has
 
     def _is_changed(self) -> bool:
         """Return whether tensors were changed since the last step: in a way that was seen, or else in the base's."""

@@ -58,6 +58,23 @@ def test_a_run_of_bases_alone_goes_on_from_the_newest_bit_for_bit(tmp_path, feat
     assert loop.losses == losses[len(losses) - len(loop.losses) :]
 
 
+def test_a_close_after_buffers_have_changed_loses_no_step_and_says_so(tmp_path):
+    """A forward pass has moved the running statistics on from step 5, which no record holds."""
+    loop, checkpointer = start(tmp_path, every=4)
+    checkpointer.resume()
+    train(loop, checkpointer, 5)
+    generators = torch.get_rng_state()
+    loop.model(torch.randn(5, 7), spare=False)
+    torch.set_rng_state(generators)
+    with pytest.warns(UserWarning, match="buffers were changed after step 5, which has no record"):
+        checkpointer.close()
+    state = loop.state()
+    loop, checkpointer = start(tmp_path, every=4)
+    with checkpointer:
+        assert checkpointer.resume() == 5
+        assert same(loop.state(), state)
+
+
 def test_no_record_is_written_and_every_base_is_of_one_step(tmp_path, monkeypatch):
     cut_small(monkeypatch)
     loop, checkpointer = start(tmp_path, every=3, keep=holdfast.Keep(9))

@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import tomllib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,14 @@ def test_the_settings_for_the_engine_are_toml_that_a_run_takes(holdfast, clippin
     }
     assert {key: keys_of[key] for key in more} == more
     assert holdfast("train", *words(keys_of), "--print-config").code == 0
+
+
+def test_the_settings_for_fp32_copies_name_the_dtype(holdfast, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(replace(load_machine("cpu-2-core"), precision="fp32")))
+    result = holdfast("plan", "--model", "gpt-46m", "--machine", path, "--micro-batches", "1")
+    settings = tomllib.loads(result.out[result.out.index("  [train]") :])
+    assert settings["train"]["dtype"] == "fp32"
 
 
 ADAPTERS = ["--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "4", "--lora", "8"]

@@ -42,6 +42,7 @@ def test_the_block_is_timed_in_what_train_would_compute_in(holdfast, tmp_path, m
     monkeypatch.setattr("holdfast.measure.hardware_rates.product_seconds", times.get)
     found = json.loads(holdfast("probe", "--dir", tmp_path, *QUICK, "--json").out)
     assert found["sources"]["device.flops"].endswith(f", in {dtype}")
+    assert found["profile"]["precision"] == {"float32": "fp32", "bfloat16": "bf16"}[dtype]
 
 
 @pytest.mark.parametrize(

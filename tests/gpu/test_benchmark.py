@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.warm_python import environment_of, run_python
+
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
 
 def run(script, *arguments):
+    """Run a benchmark to its end, without a device in a fork of a process that has torch."""
+    if not torch.cuda.is_available():
+        return run_python(FOLDER / script, *arguments, env=environment_of(), modules=[], timeout=280)
     return subprocess.run(
         [sys.executable, str(FOLDER / script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=280,

@@ -100,8 +100,9 @@ for builder in (deepspeed.ops.op_builder.FusedAdamBuilder, deepspeed.ops.op_buil
 COMPILER = f"""#!{sys.executable}
 import fcntl, os, subprocess, sys
 
-given = [word for word in sys.argv[1:] if word != "-g"]
-header = os.path.join(os.path.dirname(__file__), "torch_once.h")
+folder = os.path.dirname(__file__)
+given = ["-I" + folder, *(word for word in sys.argv[1:] if word != "-g")]
+header = os.path.join(folder, "torch_once.h")
 if "-c" in given:
     options, words = [], iter(given)
     for word in words:
@@ -122,6 +123,16 @@ os.execvp("c++", ["c++", *given])
 """
 """Compiles torch's headers, most of the work, once for all files, and leaves out what a debugger needs."""
 
+EXTENSION = """#pragma once
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+namespace torch {
+using namespace at;
+constexpr auto kFloat32 = at::kFloat;
+}
+"""
+"""What the operators use of ``torch/extension.h``, which has torch's modules and optimizers in C++ besides."""
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
@@ -131,6 +142,8 @@ def compiled(tmp_path_factory):
     compiler = folder / "c++"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
+    (folder / "torch").mkdir()
+    (folder / "torch" / "extension.h").write_text(EXTENSION)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
         patch.setenv("CXX", str(compiler))

@@ -69,8 +69,12 @@ def test_the_workspace_of_the_head_is_flat_in_tokens():
     heads = []
     for tokens in (512, 65536):
         sized = replace(model, sequence=tokens)
-        heads.append(sized.workspace_bytes - 34 * sized.tokens * 64)  # without the last block's activations
-    assert heads == [(2 * 256 + 16 * 64) * 131072 + 4 * 131072 * 64] * 2
+        heads.append(
+            sized.workspace_bytes(2, False) - 34 * sized.tokens * 64
+        )  # without the last block's activations
+        heads.append(sized.workspace_bytes(4, False) - 68 * sized.tokens * 64)
+    halves, whole = (2 * 256 + 16 * 64) * 131072, (4 * 256 + 16 * 64) * 131072
+    assert heads == [halves + 4 * 131072 * 64, whole + 4 * 131072 * 64] * 2
 
 
 def test_a_streamed_head_has_its_gradient_in_tiles():
@@ -78,10 +82,12 @@ def test_a_streamed_head_has_its_gradient_in_tiles():
     model = replace(load_model("llama-3-8b"), vocabulary=131072, sequence=1024, micro_batch=1)
     for width, expected in ((4096, 6 * 8192 * 4096 + 16 * 256 * 8192), (512, (2 * 256 + 16 * 64) * 131072)):
         sized = replace(model, width=width, heads=1, kv_heads=1)
-        assert sized.streamed_workspace_bytes == max(expected, 34 * 1024 * width)
+        assert sized.workspace_bytes(2, True) == max(expected, 34 * 1024 * width)
         assert sized.streamed_head_flop == 8 * 131072 * width * 1024
+        whole = {4096: 4 * 8192 * 4096 + 16 * 256 * 8192, 512: (4 * 256 + 16 * 64) * 131072}[width]
+        assert sized.workspace_bytes(4, True) == max(whole, (4 * 256 + 16 * 64) * 131072, 68 * 1024 * width)
     few = replace(model, sequence=256)
-    assert few.streamed_workspace_bytes == 16 * 256 * 131072 and few.streamed_head_flop == few.head_flop
+    assert few.workspace_bytes(2, True) == 16 * 256 * 131072 and few.streamed_head_flop == few.head_flop
 
 
 def test_a_file_of_ones_own_is_read(tmp_path):
@@ -103,6 +109,11 @@ def test_a_file_of_ones_own_is_read(tmp_path):
         ('read = "2GB/s"', "read = 0", "ssd.read = 0 is not bytes per second"),
         ('read = "2GB/s"', "", "ssd.read must be given; docs/plan.md describes every key"),
         ("flops = 1e12", "flops = -1", "device.flops = -1 is not a number above 0"),
+        (
+            "flops = 1e12",
+            'flops = 1e12\nprecision = "fp16"',
+            'device.precision = \'fp16\' is not "bf16" or "fp32"',
+        ),
         ("flops = 1e12", "flop = 1e12", "unknown key device.flop; did you mean device.flops?"),
         ('upload = "10GB/s"', "", "device.upload must be given, unless device.shares_host = true"),
         ('capacity = "100GB"', 'capacity = "100GB"\ncount = 0', "ssd.count = 0: there must be one"),

@@ -147,3 +147,13 @@ def test_without_highs_the_error_says_what_to_install(monkeypatch):
     setting = case().setting(8)
     kept = {"params": 1.0, "optimizer": 0.0, "activations": 1.0, "gradients": 1.0, "recycled": 1.0}
     assert Solution(setting, kept).step_seconds > 100  # the formulas need no solver
+
+
+def test_what_stays_on_the_ssd_has_no_negative_fraction():
+    """The solver says -0.0, which a plan would show as -0 %."""
+    large = case(10, "llama-3-8b", "rtx-4090", clipping="speculate", is_split=True, streams_all=True)
+    setting = replace(large, model=replace(large.model, micro_batch=1, sequence=49152)).setting(1, 0.05)
+    found = solve(setting)
+    assert found is not None
+    shown = [f"{part:.0%}" for part in found.fractions.values()]
+    assert "0%" in shown and "-0%" not in shown, shown

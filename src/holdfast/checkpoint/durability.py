@@ -249,6 +249,8 @@ class DurabilityBackend(ABC):
         if any(self._training.ranks.everyone(self._training.has_moved_on)):
             self._go_without_base()
         else:
+            if begun:
+                self._tell_of_later_buffers()
             self._training.note_again(is_schedule)
             self.save_snapshot(any(moved for _, moved in asked), compares=False)
 
@@ -266,6 +268,16 @@ class DurabilityBackend(ABC):
         warnings.warn(
             f"closed in mid-accumulation, and buffers are not those of step {step} any more, so there can be no base of"
             f" it: step {durable} is durable. Close after an optimizer's step and its step().",
+            stacklevel=5,
+        )
+
+    def _tell_of_later_buffers(self) -> None:
+        """Warn that the base that is made now has buffers of later than its step."""
+        step = self._training.steps_done
+        warnings.warn(
+            f"buffers were changed after step {step}, which has no record, and its base has them as they are now. If an"
+            " iteration was begun and not ended, a resume does it again with them: close after the step() that ends an"
+            " iteration.",
             stacklevel=5,
         )
 

@@ -27,7 +27,7 @@ from .. import accelerators
 from ..accelerators import is_accelerator, name_of
 from ..errors import ConfigError, DoesNotFit, HoldfastError
 from ..optim.torch_threads import update_threads
-from ..profiles import MachineProfile, load_machine, to_toml
+from ..profiles import MachineProfile, Precision, load_machine, to_toml
 from ..quantities import MiB, format_bytes
 from ..store.disk import Disk, write_durably
 from .drive_rates import LEAST_BYTES, Ssd, measure_ssd
@@ -51,6 +51,7 @@ class BlockTimes:
     flop_per_second: float
     what: str
     """A description of the block that was timed, for a person."""
+    precision: Precision
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def probe_machine(
         description=_description(device),
         device_memory_bytes=_whole(accelerators.unclaimed_bytes(device)) if copies else 0,
         device_flop_per_second=_rounded(block.flop_per_second),
+        precision=block.precision,
         device_shares_host=copies is None,
         upload_bytes_per_second=_whole(copies.upload) if copies else None,
         download_bytes_per_second=_whole(copies.download) if copies else None,
@@ -140,6 +142,7 @@ def _sources(ssd: Ssd, block: BlockTimes, threads: int) -> dict[str, str]:
     return {
         "device.memory": "free now",
         "device.flops": f"measured: {block.what}",
+        "device.precision": "of what was measured, and of compute copies",
         "device.upload": "measured, pinned memory",
         "device.download": "measured, pinned memory",
         "device.copies": "measured, both at once",

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
+from math import inf
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,6 +23,10 @@ import torch
 
 RESERVED_CORES = 4
 """Cores beside a separate device that are left to the threads that start its work, copy and write."""
+LOOK_SECONDS = 0.5
+"""The kernel counts in ticks of 10 ms; over less time a few of them would decide."""
+BUSY_SHARE, IDLE_SHARE = 0.25, 0.1
+"""Cores used by other processes from which OpenMP's threads spin briefly, and below which they spin long."""
 _setting = threading.Lock()
 
 
@@ -72,21 +80,90 @@ def limit_torch_threads(count: int) -> None:
         other.join()
 
 
-def brief_spins() -> Lane:
-    """Have OpenMP's threads spin only briefly at the end of a parallel loop, until the returned lane is closed.
+class Spins:
+    """Rule for OpenMP's threads at the end of a parallel loop: spin long on idle cores, briefly beside other processes.
 
-    At the end of a loop torch's threads wait for the slowest by spinning, for about 300,000 rounds, and hold cores that
-    other threads or processes need. With more threads than cores libgomp spins for 1,000 rounds. So the lane has one
-    thread, which computes once with two, so that libgomp keeps a helper for it, and then waits. Does nothing if torch
-    computes with one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT say how long to spin.
+    At the end of a loop torch's threads wait for the slowest by spinning, for about 300,000 rounds. On idle cores that
+    is fastest; elsewhere they hold cores that other processes need. With more threads than cores libgomp spins for
+    1,000 rounds. So while they are to spin briefly there is one thread more, which has computed once with two, so that
+    libgomp keeps a helper for it, and which waits.
+
+    Nothing is changed if torch computes with one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT say how long to spin.
+    Where the use of the CPUs cannot be read, they spin briefly.
     """
-    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
-    return Lane(0 if chosen or torch.get_num_threads() == 1 else 1, "holdfast-spare", _compute_with_two)
+
+    def __init__(self) -> None:
+        self._chosen = bool({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys())
+        self._spare: Lane | None = None
+        self._seen: CpuTimes | None = None
+
+    def choose(self) -> None:
+        """Choose anew by what other processes computed since the last choice; called at the beginning of a step."""
+        if self._chosen or torch.get_num_threads() == 1:
+            return
+        before = self._seen
+        if before is not None and time.monotonic() - before.at < LOOK_SECONDS:
+            return
+        self._seen = now = cpu_times()
+        share = inf if before is None or now is None else now.of_others_since(before)
+        if share > BUSY_SHARE:
+            self._spin_briefly(True)
+        elif share < IDLE_SHARE:
+            self._spin_briefly(False)
+
+    def _spin_briefly(self, briefly: bool) -> None:
+        if not briefly:
+            self.close()
+        elif self._spare is None:
+            self._spare = Lane(1, "holdfast-spare", _compute_with_two)
+
+    def close(self) -> None:
+        """Let them spin as long as libgomp's default says."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
 
 
 def _compute_with_two() -> None:
     limit_torch_threads(2)
     torch.zeros(1 << 17, device="cpu").add_(1)  # long enough for torch to share it out
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds computed on the CPUs that this process may use."""
+
+    at: float
+    """Seconds of the monotonic clock at which they were read."""
+    by_all: float
+    by_this_process: float
+
+    def of_others_since(self, before: CpuTimes) -> float:
+        """Return how many cores other processes used on average since ``before``."""
+        own = self.by_this_process - before.by_this_process
+        return (self.by_all - before.by_all - own) / (self.at - before.at)
+
+
+def cpu_times() -> CpuTimes | None:
+    """Return the seconds computed so far; None where the system does not tell them for each CPU.
+
+    Linux does, but some containers show other CPUs, or none that computes.
+    """
+    try:
+        allowed = {f"cpu{index}" for index in os.sched_getaffinity(0)}
+        lines = Path("/proc/stat").read_text().splitlines()
+        ticks_per_second = os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return None
+    ticks = 0
+    for line in lines:
+        name, *counts = line.split()
+        if name in allowed:
+            user, nice, system, _idle, _wait, interrupts, soft_interrupts = map(int, counts[:7])
+            ticks += user + nice + system + interrupts + soft_interrupts
+    if not ticks:
+        return None
+    return CpuTimes(time.monotonic(), ticks / ticks_per_second, time.process_time())
 
 
 class Lane:

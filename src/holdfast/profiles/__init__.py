@@ -7,13 +7,14 @@ written file follow from that. Sizes and rates are text such as ``"80GB"`` and `
 
 from .adapted_model import BASES, AdaptedModel
 from .profile_files import known, load_machine, load_model, to_toml
-from .profile_types import MachineProfile, ModelProfile, RoutedExperts
+from .profile_types import MachineProfile, ModelProfile, Precision, RoutedExperts
 
 __all__ = [
     "BASES",
     "AdaptedModel",
     "MachineProfile",
     "ModelProfile",
+    "Precision",
     "RoutedExperts",
     "known",
     "load_machine",

@@ -183,16 +183,12 @@ class AdaptedModel:
         """The same as ``head_flop``: the head stays."""
         return self.head_flop
 
-    @property
-    def streamed_workspace_bytes(self) -> int:
-        """The same as ``workspace_bytes``: the head stays."""
-        return self.workspace_bytes
+    def workspace_bytes(self, value_bytes: int, streams_head: bool = False) -> int:
+        """Return an estimate of the activation bytes of one micro-batch in the last block, and in the head and loss.
 
-    @property
-    def workspace_bytes(self) -> int:
-        """An estimate of the activation bytes of one micro-batch in the last block, and in the head and the loss.
-
-        It includes one unpacked weight and, for each adapter, R elements a token. A frozen head has no gradients.
+        It includes one unpacked weight and, for each adapter, R elements a token. A frozen head stays, and has no
+        gradients.
         """
-        adapters = FROZEN_BYTES * self.tokens * self.rank * len(self.profile.linear_layers)
-        return self.profile.activation_bytes + adapters + self.unpacked_bytes + self.profile.logits_bytes
+        adapters = value_bytes * self.tokens * self.rank * len(self.profile.linear_layers)
+        activations = self.profile.activation_bytes(value_bytes) + adapters
+        return activations + self.unpacked_bytes + self.profile.logits_bytes(value_bytes)

@@ -13,12 +13,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..config import flattened, hint_of
 from ..errors import ConfigError
 from ..quantities import parse_bytes
 from ..token_chunks import WORDS_PER_TILE, rows_at_once, rows_per_chunk
+
+Precision = Literal["bf16", "fp32"]
 
 NOUNS = {
     "text": 'text in quotes, like "this"',
@@ -28,6 +30,7 @@ NOUNS = {
     "seconds": "a number of seconds, 0 or more, like 0.004",
     "count": "a whole number, 0 or more",
     "flag": "true or false",
+    "precision": '"bf16" or "fp32"',
 }
 """A description of a valid value, by kind."""
 
@@ -49,6 +52,9 @@ class MachineProfile:
         "device.memory", "bytes", "of the device, that training may take; 0 with shares_host", 0
     )
     device_flop_per_second: float = key("device.flops", "number", "attained by a block in the training dtype")
+    precision: Literal["bf16", "fp32"] = key(
+        "device.precision", "precision", "the training dtype: of these flops and of compute copies", "bf16"
+    )
     device_shares_host: bool = key(
         "device.shares_host",
         "flag",
@@ -110,20 +116,15 @@ class MachineProfile:
         )
 
 
-ACTIVATION_BYTES = 34
-"""The activation bytes of one block, per token and unit of width, that a backward pass needs.
-
-They are in 16 bits with fused attention.
-"""
+ACTIVATION_VALUES = 17
+"""The activations of one block, per token and unit of width, that a backward pass needs with fused attention."""
 LOGIT_BYTES = 16
 """The bytes per word of the vocabulary, and token of those whose softmax is computed at once.
 
-They hold logits in 16 and 32 bits, their probabilities and their gradients.
+They hold logits in the training dtype and in fp32, their probabilities and their gradients.
 """
-CHUNK_LOGIT_BYTES = 2
-"""The bytes per word and token of a chunk: the logits, in whose place their gradients come."""
-HEAD_SUM_BYTES, HEAD_ROUNDED_BYTES = 4, 2
-"""The bytes per parameter of a head whose loss is in chunks: the fp32 sum of gradients, and its rounded copy."""
+HEAD_SUM_BYTES = 4
+"""The bytes per parameter of a head whose loss is in chunks: the fp32 sum of gradients."""
 
 
 class LinearLayer(NamedTuple):
@@ -289,54 +290,53 @@ class ModelProfile:
         """The operations of one backward pass of one block over one micro-batch, with the recomputation."""
         return 3 * self.forward_flop
 
-    @property
-    def workspace_bytes(self) -> int:
-        """An estimate of the activation bytes of one micro-batch in the last block, and in the head and the loss.
+    def workspace_bytes(self, value_bytes: int, streams_head: bool) -> int:
+        """Return an estimate of the activation bytes of one micro-batch in the last block, and in the head and loss.
 
-        The block's graph lives while the loss is computed. That is done in chunks of tokens, so its part does not grow
-        with the tokens beyond one chunk.
+        ``value_bytes`` are those of one activation. The last block's graph lives while the loss is computed, unless the
+        head is streamed, as a unit of its own. The loss is computed in chunks of tokens, so its part does not grow with
+        the tokens beyond one chunk.
         """
-        return self.activation_bytes + self._head_bytes
+        activations = self.activation_bytes(value_bytes)
+        if streams_head:
+            return max(activations, self._streamed_head_bytes(value_bytes))
+        return activations + self._head_bytes(value_bytes)
 
-    @property
-    def streamed_workspace_bytes(self) -> int:
-        """The same where the head is a unit of its own, and no block's graph lives while the loss is computed."""
-        return max(self.activation_bytes, self._streamed_head_bytes)
-
-    @property
-    def _streamed_head_bytes(self) -> int:
-        """The same as ``_head_bytes`` for a streamed head, which has its gradient tile by tile."""
+    def _streamed_head_bytes(self, value_bytes: int) -> int:
+        """Return the same as ``_head_bytes`` for a streamed head, which has its gradient tile by tile."""
         rows, words = rows_per_chunk(self.vocabulary), min(self.vocabulary, WORDS_PER_TILE)
         if not self._has_tiles:
-            return self._head_bytes
-        tile = (HEAD_SUM_BYTES + HEAD_ROUNDED_BYTES) * words * self.width + LOGIT_BYTES * rows * words
-        return max(self.logits_bytes, tile)
+            return self._head_bytes(value_bytes)
+        gradients = HEAD_SUM_BYTES + _rounded_bytes(value_bytes)
+        tile = gradients * words * self.width + LOGIT_BYTES * rows * words
+        return max(self.logits_bytes(value_bytes), tile)
 
     @property
     def _has_tiles(self) -> bool:
         """True if the gradient of a streamed head is computed tile by tile."""
         return self.tokens > rows_per_chunk(self.vocabulary) and self.vocabulary > WORDS_PER_TILE
 
-    @property
-    def _head_bytes(self) -> int:
-        """An estimate of the activation bytes of one micro-batch in the head and the loss."""
+    def _head_bytes(self, value_bytes: int) -> int:
+        """Return an estimate of the activation bytes of one micro-batch in the head and the loss."""
         rows, parameters = rows_per_chunk(self.vocabulary), self.vocabulary * self.width
+        logits = self.logits_bytes(value_bytes)
         if self.tokens <= rows:
-            return self.logits_bytes
-        return HEAD_SUM_BYTES * parameters + max(self.logits_bytes, HEAD_ROUNDED_BYTES * parameters)
+            return logits
+        return HEAD_SUM_BYTES * parameters + max(logits, _rounded_bytes(value_bytes) * parameters)
 
-    @property
-    def activation_bytes(self) -> int:
-        """An estimate of the activation bytes of one micro-batch in one block."""
-        return ACTIVATION_BYTES * self.tokens * self.width
+    def activation_bytes(self, value_bytes: int) -> int:
+        """Return an estimate of the activation bytes of one micro-batch in one block."""
+        return ACTIVATION_VALUES * value_bytes * self.tokens * self.width
 
-    @property
-    def logits_bytes(self) -> int:
-        """The bytes of the logits that exist at once, with what the loss makes of them."""
+    def logits_bytes(self, value_bytes: int) -> int:
+        """Return the bytes of the logits that exist at once, with what the loss makes of them.
+
+        In a chunk gradients come in place of the logits.
+        """
         rows = rows_per_chunk(self.vocabulary)
         if self.tokens <= rows:
             return LOGIT_BYTES * self.tokens * self.vocabulary
-        return (CHUNK_LOGIT_BYTES * rows + LOGIT_BYTES * rows_at_once(self.vocabulary)) * self.vocabulary
+        return (value_bytes * rows + LOGIT_BYTES * rows_at_once(self.vocabulary)) * self.vocabulary
 
     @property
     def head_flop(self) -> float:
@@ -363,6 +363,11 @@ class ModelProfile:
     @property
     def _keys(self) -> int:
         return (self.kv_heads or self.heads) * self._head_size
+
+
+def _rounded_bytes(value_bytes: int) -> int:
+    """Return the bytes per parameter of a gradient's rounded copy, of which fp32 needs none."""
+    return 0 if value_bytes == HEAD_SUM_BYTES else value_bytes
 
 
 T = TypeVar("T")
@@ -441,6 +446,12 @@ def _flag(value: Any) -> bool:
     return value
 
 
+def _precision(value: Any) -> str:
+    if value not in ("bf16", "fp32"):
+        raise ValueError
+    return value
+
+
 _CONVERT = {
     "text": _text,
     "bytes": _bytes,
@@ -449,4 +460,5 @@ _CONVERT = {
     "seconds": _seconds,
     "count": _count,
     "flag": _flag,
+    "precision": _precision,
 }

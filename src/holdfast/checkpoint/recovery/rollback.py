@@ -17,20 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ...distributed import Ranks
-from ...errors import BadInput, Damaged, DiskFailed, NoCommit, OtherArithmetic
+from ...errors import BadInput, Damaged, DiskFailed, NoCommit, OtherArithmetic, RunMismatch
 from ...events import EventLog, tell
+from ...state.capture import CapturedParameter, changes_of
 from ...state.layout.overlaps import buffers_within
+from ...state.layout.regions import is_distributed
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
 from ..loss_guard import GuardedRun, GuardOptions, LossGuard
 from ..user_state import NoScriptState, ScriptState, is_no_place
 from .lineage import Lineage
+from .run_recovery import refuse_other_script
 
 if TYPE_CHECKING:
     from ..capture.optimizer_hooks import OptimizerHooks
@@ -79,7 +83,10 @@ class Rollback:
             self._training.certified_step = self._store.certified_step = None
 
     def end_step(self) -> None:
-        """Advance the copy of the state in host memory, if there is one. Called after a step was recorded."""
+        """Advance the copy of the state in host memory, if there is one.
+
+        Called after a step was recorded, and after a base of it was made again, since the script had changed it.
+        """
         if self._copy is not None:
             self._copy.advance(self._training.state, self._training.steps_done)
 
@@ -204,9 +211,12 @@ def _reachable_here(store: LocalStore, training: TrainingState, step: int, neare
         line = line_to(store, wanted, problems, nearest)
         if line is not None:
             try:
+                refuse_other_script(line, state, training.script, training.ranks, updates)
                 line.refuse_other_model(state)
                 line.refuse_other_arithmetic(state, updates, training.ranks.rank)
-            except OtherArithmetic as error:
+            except (OtherArithmetic, RunMismatch) as error:
+                if isinstance(error, RunMismatch) and not nearest:
+                    raise
                 problems.insert(0, str(error))
                 continue
             return line.step
@@ -301,6 +311,8 @@ def all_finite(state: LiveState) -> bool:
 
 
 Slots = dict[str, Any]
+Marks = dict[str, tuple[int, int]]
+"""Address and change count of tensors, by key."""
 
 
 class HostCopy:
@@ -311,6 +323,8 @@ class HostCopy:
     the copy is used.
 
     With ``with_frozen`` it holds the model's frozen parameters too, since the script may change them after steps.
+    Without it those whose changes torch counts, which are all but distributed tensors, stay as they are, with their
+    optimizer state, and the copy is of no use once one of them changed.
     """
 
     def __init__(self, every: int, with_frozen: bool) -> None:
@@ -318,6 +332,8 @@ class HostCopy:
         """The step that the copy is of; -1 while there is none."""
         self._every, self._with_frozen = every, with_frozen
         self._held: dict[str, torch.Tensor] = {}
+        self._frozen: Marks = {}
+        """The tensors that steps did not change, as they were at the step of the copy."""
         self._plain: list[tuple[int, torch.Tensor, Slots]] = []
         """The optimizers' values that are no tensors: the optimizer's number, the parameter, and values by slot."""
 
@@ -335,12 +351,15 @@ class HostCopy:
             if there is None or (there.shape, there.dtype) != (tensor.shape, tensor.dtype):
                 there = torch.empty_like(tensor, device="cpu")
             self._held[key] = there.copy_(tensor)
+        self._frozen = self._frozen_now(state)
         self._plain = [(number, p, deepcopy(slots)) for number, p, slots in _plain(state) if slots]
         self.step = step
 
     def is_of(self, step: int, state: LiveState) -> bool:
-        """Return whether the copy is of ``step``, and ``state`` has the same parameters and buffers."""
-        return self.step == step and _places(self._held) == _places(dict(self._tensors(state)))
+        """Return whether the copy is of ``step``, and ``state`` differs from that step only in what the copy holds."""
+        if self.step != step or _places(self._held) != _places(dict(self._tensors(state))):
+            return False
+        return self._frozen == self._frozen_now(state)
 
     @torch.no_grad()
     def restore(self, state: LiveState) -> None:
@@ -351,7 +370,7 @@ class HostCopy:
                 live[key].copy_(tensor)
             else:
                 missing[key] = tensor
-        for parameter in state.parameters:
+        for parameter in filter(partial(self._holds, state), state.parameters):
             number = state.optimizer_of(parameter)
             slots = {} if number is None else state.optimizers[number].state.get(parameter.parameter, {})
             for slot in [slot for slot in slots if f"{parameter.name}/{slot}" not in self._held]:
@@ -362,10 +381,21 @@ class HostCopy:
 
     def _tensors(self, state: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield by key the tensors of the state that steps change, whichever rank stores them."""
-        for parameter in state.parameters:
-            if self._with_frozen or state.is_trained(parameter):
-                yield from ((key, tensor) for key, (_, tensor) in state.owned(parameter).items())
+        for parameter in filter(partial(self._holds, state), state.parameters):
+            yield from ((key, tensor) for key, (_, tensor) in state.owned(parameter).items())
         yield from ((key, tensor) for key, (_, tensor) in state.buffers().items())
+
+    def _holds(self, state: LiveState, parameter: CapturedParameter) -> bool:
+        """Return whether the copy holds the parameter, with what its optimizer holds for it."""
+        tensor = parameter.parameter
+        is_trained = tensor.requires_grad and state.optimizer_of(parameter) is not None
+        return self._with_frozen or is_trained or is_distributed(tensor)
+
+    def _frozen_now(self, state: LiveState) -> Marks:
+        """Return address and change count of each tensor of the other parameters, by key."""
+        others = (parameter for parameter in state.parameters if not self._holds(state, parameter))
+        owned = (state.owned(parameter).items() for parameter in others)
+        return {key: (tensor.data_ptr(), changes_of(tensor)) for each in owned for key, (_, tensor) in each}
 
 
 def _plain(state: LiveState) -> Iterator[tuple[int, torch.Tensor, Slots]]:

@@ -327,9 +327,7 @@ class _Search:
         line = Lineage.of(self.store, self.store.load(ref), target, self.tip, journals)
         if self.continuing:
             line.end_before_feedback()
-        self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
-        _refuse_other_updates(line, self.after_update is not None)
-        _refuse_other_members(line, self.state)
+        refuse_other_script(line, self.state, self.script, self.ranks, self.after_update is not None)
         return line
 
     def _replayed(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
@@ -499,6 +497,18 @@ def _stores_alike(line: Lineage, state: LiveState, ranks: Ranks) -> bool:
     boxes = {p.name: state.boxes[p.name] for p in state.stored}
     alike = there == here and line.overlap_alike(state, ranks.stream)
     return alike and line.shares[ranks.stream].boxes == boxes
+
+
+def refuse_other_script(
+    line: Lineage, state: LiveState, script: ScriptState, ranks: Ranks, after_update: bool
+) -> None:
+    """Raise ``RunMismatch`` if another script made ``line``: with other optimizers, groups, objects or updates.
+
+    ``after_update`` says whether there is one here. Reads headers, and changes nothing.
+    """
+    script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)
+    _refuse_other_updates(line, after_update)
+    _refuse_other_members(line, state)
 
 
 def _updated(line: Lineage, here: bool) -> bool:

@@ -91,6 +91,8 @@ def case_of(given: Mapping[str, Any]) -> Case:
     model = load_model(given["model"])
     changed = {"micro_batch": given["micro_batch_size"], "sequence": given["sequence"]}
     model = replace(model, **{name: value for name, value in changed.items() if value is not None})
+    machine = _machine(given)
+    whole = machine.precision == "fp32" and given["lora"] is None  # adapters are planned in 16 bits
     try:
         method = Method(
             clipping=clipping,
@@ -98,13 +100,12 @@ def case_of(given: Mapping[str, Any]) -> Case:
             retain=given.get("retain") or 2,
             order=given.get("order", "plain"),
             least_steps=given.get("ssd_steps") or 0,
-            is_split=True,
+            param_bytes=4 if whole else 2,
+            is_split=not whole,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return streamed_where_needed(
-        Case(machine=_machine(given), model=_under_adapters(model, given), method=method)
-    )
+    return streamed_where_needed(Case(machine=machine, model=_under_adapters(model, given), method=method))
 
 
 def _usual_clipping(commit_every: int) -> ClippingMode:
@@ -175,6 +176,7 @@ def _document(found: Found, changes: list[WhatIf], engine: Engine) -> dict[str, 
         "adapters": _adapters_document(case.model),
         "clipping": case.method.clipping,
         "commit_every": case.method.commit_every,
+        "precision": case.method.precision,
         "embedding_and_head": "streamed" if case.method.streams_all else "resident",
         "chosen": document_of(found.best),
         "tried": [
@@ -293,6 +295,7 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
         out,
         {
             **_adapters_facts(best),
+            "computes in": setting.method.precision,
             **({"embedding, head": _STREAMED[model.tied]} if setting.method.streams_all else {}),
             "what binds": _binds_text(best),
             "memory": _memory_text(best),
@@ -454,6 +457,8 @@ def _settings(engine: Solution) -> dict[str, dict[str, str]]:
     }
     if method.clipping not in ("none", _usual_clipping(method.commit_every)):
         train["clipping"] = f'"{method.clipping}"'
+    if method.precision == "fp32":  # the fractions are of copies of this size
+        train["dtype"] = '"fp32"'
     offload = {} if method.order == "plain" else {"order": f'"{method.order}"'}
     if method.delayed is None and setting.delayed_fraction:
         offload["delayed_fraction"] = f"{setting.delayed_fraction:g}"
@@ -476,7 +481,6 @@ def _print_settings(engine: Solution) -> None:
 def _print_call(engine: Solution) -> None:
     """Print the settings of a model under adapters as arguments of ``holdfast.offload``."""
     train, offload, durability = _settings(engine).values()
-    # a processor may be faster in fp32, which the plan does not count
     options = ['precision="bf16"' if engine.setting.machine.device_shares_host else 'device="cuda"']
     options.append(f"micro_batches={train['micro_batches']}")
     if "clipping" in train:

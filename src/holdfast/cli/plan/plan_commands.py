@@ -210,7 +210,7 @@ def simulate(
     host: Host = None,
     ssds: Ssds = None,
     params_on_host: Annotated[
-        float | None, _fraction("--params-on-host", "Of the 16-bit parameters; else planned.")
+        float | None, _fraction("--params-on-host", "Of the compute copies; else planned.")
     ] = None,
     optimizer_on_host: Annotated[
         float | None, _fraction("--optimizer-on-host", "Of the optimizer's state; else planned.")

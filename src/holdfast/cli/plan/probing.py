@@ -153,4 +153,4 @@ def _time_block(device: torch.device, model: ModelProfile, seconds: float, dtype
     one, other = median_seconds(forward, seconds / 2), median_seconds(backward, seconds / 2)
     rate = 4 * timed.forward_flop / (one + other)
     what = f"a block of width {timed.width}, {timed.tokens} tokens, in {str(dtype).removeprefix('torch.')}"
-    return BlockTimes(one, other, rate, what)
+    return BlockTimes(one, other, rate, what, "fp32" if dtype is torch.float32 else "bf16")

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from ... import accelerators
 from ...errors import BadInput
-from ...optim.torch_threads import brief_spins
+from ...optim.torch_threads import Spins
 from ...quantities import format_bytes
 from ...schedule.operations import COMPUTE, DOWNLOAD, UPLOAD, Key, Op
 from ..executor import Lane
@@ -49,7 +49,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self._spins: Lane | None = None
+        self._spins = Spins()
 
     def use(self) -> None:
         """Select the device for the calling thread.
@@ -59,13 +59,11 @@ class HostDevice:
 
     def begins(self) -> None:
         """Begin a step on the calling thread."""
-        if self._spins is None:
-            self._spins = brief_spins()
+        self._spins.choose()
 
     def close(self) -> None:
         """Release streams and threads. Nothing may be under way."""
-        if self._spins is not None:
-            self._spins.close()
+        self._spins.close()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device and return it, ready."""

@@ -20,7 +20,7 @@ from ...errors import ModelNotSupported
 from ...events import tell
 from ...measure.drive_rates import Limits, nearest
 from ...measure.machine_probe import BlockTimes, CachedProfile, machine_at
-from ...profiles import MachineProfile
+from ...profiles import MachineProfile, Precision
 from ...quantities import format_seconds
 from ...schedule.planner.machine_rates import RESOURCE_NAMES
 from ...schedule.planner.placement_search import Choice, Question, answer, play
@@ -130,7 +130,7 @@ class Planner:
         known = machine_at(
             nearest(Path(self.directory)),
             device.torch_device,
-            lambda seconds: _profile_times(times, work, device.torch_device),
+            lambda seconds: _profile_times(times, work, device.torch_device, parts.resident.dtype),
             say,
             0 if has_commits(Path(self.directory)) else least_bytes(work),
         )
@@ -233,26 +233,33 @@ def _times_or_none(
         return None
 
 
-def _profile_times(times: MicroBatchTimes | None, work: Work, device: torch.device) -> BlockTimes:
+def _profile_times(
+    times: MicroBatchTimes | None, work: Work, device: torch.device, dtype: torch.dtype
+) -> BlockTimes:
     """Return a block's times for the machine's profile; without ``times``, those of a matrix product."""
     forward = _first_flop(work)
     if times is None:
-        return _of_a_product(device)
+        return _of_a_product(device, dtype)
     seconds = times.forward_seconds + times.backward_seconds
     return BlockTimes(
         times.forward_seconds,
         times.backward_seconds,
         4 * max(forward, 1.0) / seconds,
         "a block of a run's model",
+        _precision(dtype),
     )
 
 
-def _of_a_product(device: torch.device) -> BlockTimes:
+def _precision(dtype: torch.dtype) -> Precision:
+    return "fp32" if dtype.itemsize > 2 else "bf16"
+
+
+def _of_a_product(device: torch.device, dtype: torch.dtype) -> BlockTimes:
     """Time a matrix product, for a block of which only the floating-point operations are known."""
     size = 1024
-    one = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+    one = torch.ones(size, size, dtype=dtype, device=device)
     float((one @ one)[0, 0])
     start = perf_counter()
     float((one @ one)[0, 0])
     seconds = perf_counter() - start
-    return BlockTimes(seconds, 3 * seconds, 2 * size**3 / seconds, "a matrix product")
+    return BlockTimes(seconds, 3 * seconds, 2 * size**3 / seconds, "a matrix product", _precision(dtype))

@@ -162,7 +162,7 @@ def _solve(setting: Setting, stated: Mapping[str, float] | None) -> Solution | N
     seconds = free[FORWARD] + free[BACKWARD]
     no_slower = Affine.of(FORWARD) + Affine.of(BACKWARD) - seconds * (1 + CLOSE)
     settled = _run([*rows, no_slower], _second_cost(setting), given) or free
-    return Solution(setting, {name: min(max(settled[name], 0.0), 1.0) for name in (*FRACTIONS, RECYCLED)})
+    return Solution(setting, {name: min(max(0.0, settled[name]), 1.0) for name in (*FRACTIONS, RECYCLED)})
 
 
 def _rows(s: Setting) -> list[Affine]:

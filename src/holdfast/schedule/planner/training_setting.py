@@ -15,7 +15,7 @@ from functools import cached_property
 from math import inf
 from typing import Literal
 
-from ...profiles import AdaptedModel, MachineProfile, ModelProfile, RoutedExperts
+from ...profiles import AdaptedModel, MachineProfile, ModelProfile, Precision, RoutedExperts
 from ..work import CLIPPING, EXPERTS_AHEAD, FASTEST, ClippingMode, MemorySaving, Work, tile_count
 
 CARRY_BYTES = 1 / 8
@@ -54,6 +54,11 @@ class Method:
             raise ValueError(f"clipping is {' or '.join(CLIPPING)}, not {self.clipping!r}")
         if self.order not in ("plain", "snake"):
             raise ValueError(f"order is plain or snake, not {self.order!r}")
+
+    @property
+    def precision(self) -> Precision:
+        """The dtype of compute copies and activations, where bf16 stands for 16 bits."""
+        return "fp32" if self.param_bytes == 4 else "bf16"
 
     @property
     def delayed(self) -> float | None:
@@ -154,7 +159,7 @@ class Setting:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of activations that computing takes at once."""
-        return self.model.streamed_workspace_bytes if self.tables else self.model.workspace_bytes
+        return self.model.workspace_bytes(self.method.param_bytes, bool(self.tables))
 
     @property
     def state_bytes_each(self) -> float:
@@ -288,12 +293,7 @@ class MeasuredModel:
     def streamed_head_flop(self) -> float:
         return self.work.head_flop
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self.work.workspace_bytes
-
-    @property
-    def streamed_workspace_bytes(self) -> int:
+    def workspace_bytes(self, value_bytes: int, streams_head: bool) -> int:
         return self.work.workspace_bytes
 
     @cached_property

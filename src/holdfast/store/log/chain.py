@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, zip_longest
+from math import inf
 from typing import Any
 
 from holdfast.errors import Damaged, DiskFailed, Unreadable
@@ -129,19 +130,21 @@ class Journal:
     records: dict[int, StoredRecord] = field(default_factory=dict)
     errors: dict[int, Damaged | DiskFailed] = field(default_factory=dict)
     """The error that ended each segment early, by the last readable step before it."""
+    may_hold: dict[int, float] = field(default_factory=dict)
+    """The newest step that what follows the error may hold, by the same step; infinity where nothing bounds it."""
     acknowledged: int = -1
     """A step that certainly was durable: a later segment was begun after it, or a resume reached it."""
 
     def end_after(self, step: int) -> Damaged | DiskFailed | None:
         """Return why there is no log record after ``step``, or None if the reason is not known.
 
-        An unreadable segment may hold every step up to the next record that is there.
+        A segment that ends early may hold every step up to the next record that is there, also after steps that have a
+        snapshot and no record.
         """
-        before = [end for end, error in self.errors.items() if end <= step and isinstance(error, DiskFailed)]
-        last = max(before, default=step)
-        if step not in self.errors and before and not any(last < each <= step for each in self.records):
-            return self.errors[last]
-        return self.errors.get(step)
+        last = max((end for end in self.errors if end <= step < self.may_hold[end]), default=None)
+        if last is None or any(last < each <= step for each in self.records):
+            return None
+        return self.errors[last]
 
 
 DURABLE_AT_FORK = "durable_step"
@@ -187,9 +190,12 @@ def read_journal(
                 journal.records[record.step] = record
         end = found[-1].step if found else ref.first_step - 1
         if damage is not None and (limit is None or end < limit):
-            journal.errors[end] = damage
-            if limit is None and following is not None and following.timeline == ref.timeline:
-                journal.acknowledged = max(journal.acknowledged, following.first_step - 1)
+            journal.errors[end], journal.may_hold[end] = damage, inf if limit is None else limit
+            if following is not None and following.timeline == ref.timeline:
+                before_next = following.first_step - 1
+                journal.may_hold[end] = min(journal.may_hold[end], before_next)
+                if limit is None:
+                    journal.acknowledged = max(journal.acknowledged, before_next)
     return journal
 
 

@@ -140,7 +140,7 @@ class PeerChannel:
 
             with self._failing(rank):
                 if way in self._unanswered:
-                    raise ConnectionError("an earlier request was given up before its answer came")
+                    raise ConnectionError("an earlier request has got no answer")
             self._unanswered.add(way)
             try:
                 with self._failing(rank):

@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from holdfast.io.buffers import Buffer
+from holdfast.quantities import PAGE
+from holdfast.store.disk import Disk
 from holdfast.store.share_places import PartnerFiles, copied_files, prune_copies, sweep_copies
 from support.simdisk import SimDisk
 
@@ -94,3 +97,19 @@ def test_segments_that_no_commit_needs_are_pruned():
 def test_a_path_that_no_copy_has_is_refused(path):
     with pytest.raises(ValueError, match="no path of a copy"):
         PartnerFiles(SimDisk()).write(path, 4096, 0, memoryview(b"a"))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_copies_pass_the_page_cache_where_direct_io_is_allowed(tmp_path, direct):
+    """All sizes are whole pages, and so is the memory that a rank receives in."""
+    opened, disk = [], Disk(tmp_path)
+    disk.open = lambda path, **how: opened.append(Disk.open(disk, path, **how)) or opened[-1]
+    files, data = PartnerFiles(disk, direct), Buffer(2 * PAGE, "copy").view
+    data[:] = bytes(range(256)) * 32
+    for path, half in ((SEGMENT, SEGMENT), (NAME, NAME + ".tmp")):
+        files.write(half, 3 * PAGE, PAGE, data)
+        assert [file.direct for file in opened] == [direct] * len(opened)
+        files.finish(NAME) if half != path else files.sync(path)
+        assert disk.read_bytes(path)[PAGE:] == bytes(data)
+    assert len(opened) == 2
+    files.close()

@@ -184,10 +184,10 @@ def copies_disk(root: str | Path) -> Disk:
 
 
 class PartnerFiles:
-    """Writer of copies. Used by one thread at a time."""
+    """Writer of copies. Used by one thread at a time. ``direct`` writes past the page cache."""
 
-    def __init__(self, disk: AnyDisk) -> None:
-        self._disk = disk
+    def __init__(self, disk: AnyDisk, direct: bool = True) -> None:
+        self._disk, self._direct = disk, direct
         self._open: dict[str, tuple[str, OpenFile]] = {}
         """The file that is written in each directory, with its path."""
         self._unnamed: set[str] = set()
@@ -243,7 +243,7 @@ class PartnerFiles:
             self._disk.makedirs(folder)
             self._disk.allocate(path, nbytes)
             self._unnamed.add(path)
-        file = self._disk.open(path, direct=False)
+        file = self._disk.open(path, direct=self._direct)
         self._open[folder] = path, file
         return file
 

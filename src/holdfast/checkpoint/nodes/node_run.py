@@ -78,7 +78,8 @@ class NodePeers:
         self.streams = [stream_of(rank) for rank in self.layout.mates(ranks.rank)]
         with ranks.agreeing():
             self.bucket = None if remote is None else ObjectDisk(Url(remote))
-        self.channel = PeerChannel(ranks, deadline_seconds)
+        guests = self.layout.copied_by(ranks.rank)
+        self.channel = PeerChannel(ranks, deadline_seconds, self.partner, guests)
 
     def close(self, orderly: bool) -> None:
         """End the channel: ``orderly`` if all ranks do the same, so that each may wait for the others."""
@@ -106,10 +107,10 @@ class NodeRun:
         """Reports to all ranks a rank whose process has ended without a word."""
         self._deadline = deadline_seconds
         self._enter()
-        self._server = PeerServer(store.disk, store.copies)
+        self._server = PeerServer(store.disk, store.copies, store.direct)
         guests = peers.layout.copied_by(ranks.rank)
         peers.channel.serve(self._server.handle, guests, lambda rank: self.lost(rank))
-        self.copy = PartnerCopy(peers.channel, peers.partner, store.disk)
+        self.copy = PartnerCopy(peers.channel, peers.partner, store.disk, store.direct)
         self._publication = Publication(ranks, peers.layout, store, deadline_seconds)
         self._holdings: list[Holdings] = []
         self._line: list[Manifest] = []

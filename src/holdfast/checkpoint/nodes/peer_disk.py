@@ -34,6 +34,7 @@ from typing import Any
 import xxhash
 
 from ...errors import DiskFailed
+from ...io.buffers import Buffer
 from ...quantities import PAGE, KiB
 from ...store.commit.generations import corrupt
 from ...store.disk import TEMPORARY, AnyDisk, Disk
@@ -282,10 +283,10 @@ def asking(
 
 
 class PartnerCopy:
-    """The sending side, of one rank to the rank ``partner``."""
+    """The sending side, of one rank to the rank ``partner``. ``direct`` reads past the page cache."""
 
-    def __init__(self, channel: PeerChannel, partner: int, disk: AnyDisk) -> None:
-        self._channel, self._partner, self._disk = channel, partner, disk
+    def __init__(self, channel: PeerChannel, partner: int, disk: AnyDisk, direct: bool = True) -> None:
+        self._channel, self._partner, self._disk, self._direct = channel, partner, disk, direct
 
     @contextmanager
     def copying(
@@ -328,8 +329,8 @@ class PartnerCopy:
 
     def _copy_file(self, ref: FileRef, name: str, is_given_up: Callable[[], bool]) -> None:
         check_size(self._disk, ref)
-        memory = memoryview(bytearray(min(BLOCK_BYTES, ref.bytes)))
-        with closing(self._disk.open(ref.path, write=False, direct=False)) as file:
+        memory = Buffer(min(BLOCK_BYTES, ref.bytes), "copy").view
+        with closing(self._disk.open(ref.path, write=False, direct=self._direct)) as file:
             for (start, stop), expected in zip(block_spans(ref.bytes), ref.checksums, strict=True):
                 view = memory[: stop - start]
                 file.read(view, start)
@@ -347,14 +348,17 @@ class PartnerCopy:
 
 
 class PeerServer:
-    """The answering side of one rank: it writes copies, and reads files for other nodes."""
+    """The answering side of one rank: it writes copies, and reads files for other nodes.
 
-    def __init__(self, disk: AnyDisk, copies: AnyDisk) -> None:
-        self._files, self._reader = PartnerFiles(copies), FileServer(disk, copies)
+    ``direct`` writes past the page cache.
+    """
+
+    def __init__(self, disk: AnyDisk, copies: AnyDisk, direct: bool = True) -> None:
+        self._files, self._reader = PartnerFiles(copies, direct), FileServer(disk, copies)
         self._memory = memoryview(bytearray(BLOCK_BYTES))
 
     def handle(self, request: Request, sent: memoryview) -> tuple[Request, memoryview | None]:
-        """Answer one request. Called by the channel's thread."""
+        """Answer one request. Called by the channel's threads, one at a time."""
         what, path = request["do"], request["path"]
         if what == "read":
             return {}, self._reader.read(request, self._memory)

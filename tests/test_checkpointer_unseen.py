@@ -273,64 +273,6 @@ def test_an_optimizer_that_was_not_given_is_told_and_then_refused(tmp_path, monk
     assert done == 3
 
 
-class Idle(torch.optim.Optimizer):
-    """An optimizer that a trainer is given where hooks of the backward pass step others."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    def step(self, closure=None):
-        pass
-
-
-@pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")
-def test_optimizers_that_hooks_of_the_backward_pass_step_are_refused(tmp_path):
-    """No commit would hold their state."""
-    loop = Loop(optimizer=Idle)
-    others = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in loop.model.parameters()}
-
-    def update(parameter):
-        others[parameter].step()
-        others[parameter].zero_grad()
-
-    for parameter in others:
-        parameter.register_post_accumulate_grad_hook(update)
-    checkpointer, _ = loop.checkpointer(tmp_path / "run")
-    with pytest.raises(BadInput, match=r"Idle\.step\(\) was called without a gradient"):
-        loop.iterate(0)
-    checkpointer.close(save=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")
-@pytest.mark.filterwarnings("ignore:.*changed otherwise than by an optimizer's step")
-def test_weights_that_are_normalised_before_a_step_without_gradients_are_no_error(tmp_path):
-    """As of an expert that gets no token. Such a step is in a base."""
-    parts = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
-    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in parts]
-    checkpointer = holdfast.Checkpointer(tmp_path / "run", model=parts, optimizer=optimizers)
-    checkpointer.resume()
-    for i in range(4):
-        if i == 2:
-            with torch.no_grad():
-                parts[1].weight.div_(parts[1].weight.norm())
-        for each in optimizers:
-            each.zero_grad()
-        out = parts[0](torch.ones(2, 4))
-        (out if i == 2 else parts[1](out)).square().mean().backward()
-        for each in optimizers:
-            each.step()
-        checkpointer.step()
-    checkpointer.close(save=False)
-    weights = [parameter.detach().clone() for parameter in parts.parameters()]
-    with torch.no_grad():
-        for parameter in parts.parameters():
-            parameter.zero_()
-    again = holdfast.Checkpointer(tmp_path / "run", model=parts, optimizer=optimizers)
-    assert again.resume() == 4
-    again.close(save=False)
-    assert all(map(torch.equal, parts.parameters(), weights))
-
-
 def test_weights_that_are_changed_and_put_back_between_two_steps_are_no_error(tmp_path):
     """As where averaged ones are evaluated, in the midst of accumulation."""
     loop = Loop()

@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 from lightning.pytorch.strategies import Strategy  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.optim.swa_utils import AveragedModel  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset, default_collate  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from holdfast.errors import BadInput  # noqa: E402
 from holdfast.integrations.lightning import HoldfastCallback  # noqa: E402
@@ -89,8 +88,7 @@ def fit(make, tmp_path, run=None, after=None):
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, callbacks=own, **({"max_epochs": 4} | options),
     )  # fmt: skip
-    loader = DataLoader(POINTS, batch_size=4, shuffle=True, collate_fn=getattr(model, "collate", None))
-    trainer.fit(model, loader)
+    trainer.fit(model, DataLoader(POINTS, batch_size=4, shuffle=True))
     end = {
         "model": model.state_dict(),
         "optimizers": [_in_order(each) for each in trainer.optimizers],
@@ -185,38 +183,6 @@ def saving_by_hooks():
     return Saves(), [], {}
 
 
-def drawing_by_itself():
-    class Draws(Net):
-        def __init__(self):
-            super().__init__()
-            self.generator = torch.Generator().manual_seed(3)
-
-        def training_step(self, batch, index):
-            return torch.rand((), generator=self.generator) * super().training_step(batch, index)
-
-    return Draws(), [], {}
-
-
-def collating_by_itself():
-    class Collates(Net):
-        """With a parameter that is its own, which the optimizer holds."""
-
-        num_collated = 0
-
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def training_step(self, batch, index):
-            return self.scale * super().training_step(batch, index)
-
-        def collate(self, samples):
-            self.num_collated += 1
-            return default_collate(samples)
-
-    return Collates(), [], {}
-
-
 def stopping_by_a_sum_of_the_epoch():
     return Net(), [EarlyStopping("train", patience=1, min_delta=0.05)], {"max_epochs": 6}
 
@@ -230,8 +196,6 @@ MAKES = [
     set_up_by_epochs,
     counting_in_attributes,
     saving_by_hooks,
-    drawing_by_itself,
-    collating_by_itself,
     stopping_by_a_sum_of_the_epoch,
 ]
 
@@ -389,39 +353,3 @@ def test_guard_is_refused_before_there_is_a_run(tmp_path):
     with pytest.raises(BadInput, match="no rollback"):
         HoldfastCallback(tmp_path / "run", guard=True)
     assert not [*tmp_path.iterdir()]
-
-
-class Count:
-    """An object with a state, which each update counts in."""
-
-    number = 0
-
-    def state_dict(self):
-        return {"number": self.number}
-
-    def load_state_dict(self, state):
-        self.number = state["number"]
-
-
-def test_what_the_callback_is_given_comes_back_beside_lightnings_averages(tmp_path):
-    def script(run, *callbacks):
-        torch.manual_seed(0)
-        model, count = Net(), Count()
-        average = AveragedModel(model.head)
-
-        def update():
-            average.update_parameters(model.head)
-            count.number += 1
-
-        recording = HoldfastCallback(run, averages=average, after_update=update, also={"count": count})
-        trainer = lightning.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=2,
-            enable_model_summary=False, callbacks=[recording, EMAWeightAveraging(decay=0.9), *callbacks],
-        )  # fmt: skip
-        trainer.fit(model, DataLoader(POINTS, batch_size=4, shuffle=True))
-        return digest([model.state_dict(), average.state_dict(), count.number])
-
-    whole = script(tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        script(tmp_path / "run", Interrupts(7))
-    assert script(tmp_path / "run") == whole

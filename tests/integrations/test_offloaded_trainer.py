@@ -31,7 +31,6 @@ from holdfast.integrations.transformers import HoldfastCallback, offloaded  # no
 from holdfast.quantities import round_up  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
 from offloaded_script import SIZES, Texts, arguments, everything, logged, make, model  # noqa: E402
-from support.drawing import Draws, Masks  # noqa: E402
 from survive_run import digest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use_cache was switched off")
@@ -449,39 +448,6 @@ class SetsNorm(TrainerCallback):
 def test_a_norm_set_in_training_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"args\.max_grad_norm was 1\.0 when the run"):
         make(offloaded(Trainer), tmp_path, callbacks=[SetsNorm()]).train()
-
-
-@pytest.mark.slow
-def test_data_draws_as_if_never_interrupted(tmp_path):
-    """By generators of the dataset and the collator, for batches that are fetched ahead of a step."""
-
-    def script(root, *callbacks):
-        trainer = make(
-            offloaded(Trainer), root, callbacks=callbacks, train_dataset=Draws(Texts()), **EVALUATED
-        )
-        trainer.data_collator = Masks()
-        return trainer
-
-    whole = script(tmp_path / "whole")
-    whole.train()
-    for interrupt in ((2, "on_step_begin"), (4, "on_epoch_end"), (6, "on_step_end")):
-        with pytest.raises(Interrupted):
-            script(tmp_path / "run", Interrupt(*interrupt)).train()
-    resumed = script(tmp_path / "run")
-    resumed.train()
-    assert digest(everything(resumed)) == digest(everything(whole))
-
-
-class Accumulates(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        args.gradient_accumulation_steps = 3 + (state.global_step == 2)
-
-
-def test_another_accumulation_in_training_is_refused(tmp_path):
-    trainer = make(offloaded(Trainer), tmp_path, callbacks=[Accumulates()])
-    with pytest.raises(BadInput, match="gradient_accumulation_steps was 3 when training began and is 4 now"):
-        trainer.train()
-    assert make(offloaded(Trainer), tmp_path, max_steps=3).train().global_step == 3
 
 
 class ReadsGradients(TrainerCallback):

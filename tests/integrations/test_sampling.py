@@ -3,13 +3,8 @@
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from holdfast.integrations.shared.changed_attributes import ChangedAttributes
 from holdfast.integrations.shared.position import Batches, WatchedBatches
 from holdfast.state.progress import random_state
-
-
-def watched(indices):
-    return WatchedBatches(indices, ChangedAttributes({}, torch.nn.Module(), {}))
 
 
 def drawn_with_each(batches):
@@ -19,19 +14,18 @@ def drawn_with_each(batches):
 
 def test_batches_are_those_of_the_sampler():
     inner = BatchSampler(range(7), 3, drop_last=False)
-    batches = watched(inner)
+    batches = WatchedBatches(inner)
     assert list(batches) == [[0, 1, 2], [3, 4, 5], [6]] and len(batches) == 3
     assert batches.batch_size == 3 and batches.newest[0] == 2
 
 
 def test_a_batch_is_made_again_with_its_own_numbers_and_the_next_with_others():
-    batches = watched(BatchSampler(range(7), 3, drop_last=False))
+    batches = WatchedBatches(BatchSampler(range(7), 3, drop_last=False))
     torch.manual_seed(1)
     iterator = iter(batches)
     next(iterator), torch.rand(())
     next(iterator)
-    before = batches.pending(1)
-    assert batches.pending(2) is None
+    _, before = batches.newest
     torch.manual_seed(2)
     after = random_state()
     expected = [torch.rand(()).item()]  # drawn with the last batch
@@ -48,7 +42,7 @@ def test_a_batch_is_made_again_with_its_own_numbers_and_the_next_with_others():
 
 
 def test_the_generators_are_set_behind_the_last_batch_too():
-    batches = watched(BatchSampler(range(6), 3, drop_last=False))
+    batches = WatchedBatches(BatchSampler(range(6), 3, drop_last=False))
     torch.manual_seed(5)
     after = random_state()
     expected = torch.rand(())

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import random
 import shutil
 import threading
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -24,7 +20,6 @@ from holdfast.store.commit.retention import Keep  # noqa: E402
 from holdfast.store.log.chain import read_journal  # noqa: E402
 from holdfast.store.run_store import LocalStore  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted  # noqa: E402
-from support.drawing import Draws, Masks, Shuffles  # noqa: E402
 from survive_run import digest  # noqa: E402
 from trainer_run import SAMPLES, Stream, Texts, everything, make  # noqa: E402
 
@@ -32,7 +27,6 @@ KINDS = {
     "plain": {},
     "masks and accumulation": {"data": Texts(noise=True), "gradient_accumulation_steps": 3},
     "workers that drop": {"dataloader_num_workers": 2, "dataloader_drop_last": True},
-    "workers that stay": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     "groups in bf16": {"train_sampling_strategy": "group_by_length", "bf16": True},
     "stream": {"data": Stream(), "max_steps": 12},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True},
@@ -55,7 +49,6 @@ INTERRUPTS = {
     ],
     "masks and accumulation": [(1, BEGIN, 3), (4, BEGIN, 11)],
     "workers that drop": [(1, BEGIN, 1), (9, BEGIN, 9)],
-    "workers that stay": [(3, BEGIN, 3), (11, BEGIN, 11)],
     "groups in bf16": [(3, BEGIN, 3), (8, BEGIN, 8)],
     "stream": [(0, BEGIN, 0), (9, BEGIN, 9)],
     "evaluation": [(1, BEGIN, 1), (6, "on_prediction_step", 6), (6, "on_evaluate", 6)],
@@ -384,194 +377,3 @@ def test_guard_is_refused_before_there_is_a_run(tmp_path):
     with pytest.raises(BadInput, match="no rollback"):
         HoldfastCallback(tmp_path / "run", guard=True)
     assert not [*tmp_path.iterdir()]
-
-
-# Data that draws by itself
-
-
-class DrawingStream(IterableDataset):
-    """Replaces tokens, by a generator of its own and by Python's."""
-
-    def __init__(self) -> None:
-        self.generator = random.Random(4)
-
-    def __iter__(self):
-        for i in range(SAMPLES):
-            tokens = Texts()[i]["input_ids"]
-            tokens[self.generator.randrange(len(tokens))] = 1
-            tokens[random.randrange(len(tokens))] = 2
-            yield {"input_ids": tokens, "labels": tokens}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"eval_strategy": "steps", "eval_steps": 2},
-        {"gradient_accumulation_steps": 3},
-        {"data": DrawingStream, "max_steps": 12},
-    ],
-)
-def test_data_draws_as_if_never_interrupted(tmp_path, options):
-    """Loaders are a batch ahead, which is made again. Evaluations draw, too. A stream is read from its beginning."""
-
-    def script(*callbacks):
-        given = {"data": lambda: Draws(Texts()), **options}
-        trainer = make("unused", **{**given, "data": given["data"](), "callbacks": callbacks})
-        trainer.data_collator = Masks()
-        return trainer
-
-    alone = script()
-    alone.train()
-    for step in (2, 5):
-        with pytest.raises(Interrupted):
-            script(HoldfastCallback(tmp_path / "run", base_every=3), Interrupt(step)).train()
-    trainer = script(HoldfastCallback(tmp_path / "run", base_every=3))
-    trainer.train()
-    assert trainer.losses == alone.losses[-len(trainer.losses) :]
-    assert digests(trainer) == digests(alone)
-
-
-@pytest.mark.parametrize("prepared", [True, False])
-def test_a_loader_of_the_scripts_own_goes_on_in_its_order(tmp_path, prepared):
-    """With a sampler that has a state, and noise, as ``get_train_dataloader`` returns it: prepared or not."""
-
-    def script(*callbacks):
-        trainer = make("unused", data=Texts(noise=True), callbacks=callbacks, num_train_epochs=3)
-        loader = DataLoader(trainer.train_dataset, batch_size=3, sampler=Shuffles(SAMPLES))
-        trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(loader) if prepared else loader
-        return trainer
-
-    alone = script()
-    alone.train()
-    for step in (5, 11, 16):
-        with pytest.raises(Interrupted):
-            script(HoldfastCallback(tmp_path / "run", base_every=3), Interrupt(step)).train()
-    trainer = script(HoldfastCallback(tmp_path / "run", base_every=3))
-    trainer.train()
-    assert trainer.losses == alone.losses[16:]
-    assert digests(trainer) == digests(alone)
-
-
-class ByEpoch(Sampler):
-    """Another order in each epoch that it is told."""
-
-    def __init__(self):
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-    def __len__(self):
-        return SAMPLES
-
-
-def test_samplers_that_are_told_the_epoch_keep_their_order_with_workers_that_stay(tmp_path):
-    def script(*callbacks):
-        trainer = make(
-            "unused", callbacks=callbacks, num_train_epochs=3, dataloader_num_workers=1,
-            dataloader_persistent_workers=True,
-        )  # fmt: skip
-        trainer._get_train_sampler = lambda *_: ByEpoch()
-        return trainer
-
-    alone = script()
-    alone.train()
-    for step in (10, 18):
-        with pytest.raises(Interrupted):
-            script(HoldfastCallback(tmp_path / "run", base_every=3), Interrupt(step)).train()
-    trainer = script(HoldfastCallback(tmp_path / "run", base_every=3))
-    trainer.train()
-    assert trainer.losses == alone.losses[18:]
-    assert digests(trainer) == digests(alone)
-
-
-def test_what_a_script_has_put_on_the_handler_stays(tmp_path):
-    """Also where a resume at the end of an epoch fails."""
-
-    def fails(**_):
-        raise Interrupted
-
-    with pytest.raises(Interrupted):
-        make("unused", callbacks=[HoldfastCallback(tmp_path / "run"), Interrupt(8, BEGIN)]).train()
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
-    handler = trainer.callback_handler
-    own = {name: getattr(handler, name) for name in ("on_epoch_begin", "on_epoch_end")}
-    vars(handler).update(own)
-    trainer._run_epoch = fails
-    with pytest.raises(Interrupted):
-        trainer.train()
-    assert {name: vars(handler)[name] for name in own} == own
-
-
-def test_a_loader_that_is_none_of_torch_is_refused(tmp_path):
-    trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
-    trainer.get_train_dataloader = lambda: [Masks()([Texts()[0]])]
-    trainer.num_examples = len
-    with pytest.raises(BadInput, match="returned a list, in which no place can be found again"):
-        trainer.train()
-    assert not (tmp_path / "run").exists()
-
-
-def test_averages_that_are_given_come_back(tmp_path):
-    def script(run, *callbacks):
-        trainer = make("unused", callbacks=callbacks)
-        average = AveragedModel(trainer.model)
-        update = partial(average.update_parameters, trainer.model)
-        attach(trainer, run, averages=average, after_update=update, base_every=2)
-        return trainer, average
-
-    alone, expected = script(tmp_path / "alone")
-    alone.train()
-    with pytest.raises(Interrupted):
-        script(tmp_path / "run", Interrupt(5))[0].train()
-    trainer, average = script(tmp_path / "run")
-    trainer.train()
-    assert digests(trainer) == digests(alone)
-    assert digest(average.state_dict()) == digest(expected.state_dict())
-
-
-class Averages(transformers.TrainerCallback):
-    """Averages weights in a model of its own."""
-
-    def on_train_begin(self, args, state, control, model=None, **_):
-        self.average = copy.deepcopy(model)
-
-    def on_step_end(self, args, state, control, model=None, **_):
-        for mine, theirs in zip(self.average.parameters(), model.parameters(), strict=True):
-            mine.data.lerp_(theirs.data, 0.1)
-
-
-def test_averages_that_no_run_holds_have_a_warning(tmp_path):
-    trainer = make("unused", callbacks=[Averages(), HoldfastCallback(tmp_path / "run")])
-    with pytest.warns(UserWarning, match=r"Averages\.average changes in training and cannot be kept"):
-        trainer.train()
-
-
-class Accumulates(transformers.TrainerCallback):
-    def on_epoch_begin(self, args, state, control, **_):
-        args.gradient_accumulation_steps = 1 + int(state.epoch or 0)
-
-
-def test_another_accumulation_in_training_is_refused(tmp_path):
-    for _ in range(2):
-        trainer = make("unused", callbacks=[Accumulates(), HoldfastCallback(tmp_path / "run")])
-        with pytest.raises(
-            BadInput, match="gradient_accumulation_steps was 1 when training began and is 2 now"
-        ):
-            trainer.train()
-
-
-def test_fewer_steps_at_a_resume_are_none_more(tmp_path):
-    with pytest.raises(Interrupted):
-        make("unused", callbacks=[HoldfastCallback(tmp_path / "run"), Interrupt(5)]).train()
-    trainer = make("unused", max_steps=4, callbacks=[HoldfastCallback(tmp_path / "run")])
-    trainer.train()
-    assert trainer.state.global_step == 5
-
-
-def test_options_that_are_the_trainers_are_refused(tmp_path):
-    with pytest.raises(BadInput, match="optimizer= is the trainer's"):
-        HoldfastCallback(tmp_path / "run", optimizer=None)

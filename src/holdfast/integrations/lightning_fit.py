@@ -193,10 +193,6 @@ class Fit:
         """Open the run, and return whether it was resumed."""
         trainer = self._trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        options, averages = dict(self._callback.options), averages_of(trainer)
-        if isinstance(own := options.pop("averages", None) or {}, nn.Module):
-            own = {"own_average" if averages else "average": own}
-        further = {f"scheduler {i}": each for i, each in enumerate(schedulers) if i}
         self._checkpointer = Checkpointer(
             self._callback.run,
             model=trainer.model,
@@ -204,9 +200,9 @@ class Fit:
             scheduler=next(iter(schedulers), None),
             loader=self,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            also={**further, **options.pop("also", {})},
-            averages={**averages, **own} or None,
-            **options,
+            also={f"scheduler {i}": each for i, each in enumerate(schedulers) if i},
+            averages=averages_of(trainer) or None,
+            **self._callback.options,
         )
         show = progress_bar() if trainer.is_global_zero else None
         return self._checkpointer.resume(exactness=self._callback.exactness, show=show) > 0
@@ -265,13 +261,7 @@ class Fit:
         if self._checkpointer is not None and self._trainer.state.stage == RunningStage.TRAINING:
             if self.place is not None:
                 raise BadInput("several loaders are trained from, or one is made anew: give one DataLoader")
-            module = self._trainer.lightning_module
-            self.place = LoaderPlace(
-                loader,
-                self._trainer.world_size,
-                self._accumulates,
-                watched=[self._trainer, *self._trainer.callbacks, *module.modules()],
-            )
+            self.place = LoaderPlace(loader, self._trainer.world_size, self._accumulates)
             loader = self._grouped(loader)
             self._put(loader, "state_dict", self._place_now)
             self._put(loader, "load_state_dict", self._find_place)

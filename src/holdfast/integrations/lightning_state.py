@@ -32,14 +32,7 @@ from torchmetrics import Metric
 from ..checkpoint.user_state import MOST_BYTES, tensor_bytes
 from ..errors import BadInput
 from ..quantities import format_bytes, shown
-from .shared.changed_attributes import (
-    OF_MODULES,
-    ChangedAttributes,
-    data_objects,
-    modules_of,
-    names_in,
-    of_this_rank,
-)
+from .shared.changed_attributes import OF_MODULES, ChangedAttributes, datasets_of, modules_of, names_in
 
 LEFT_OUT: dict[type, frozenset[str]] = {
     nn.Module: OF_MODULES - {"training"},
@@ -87,7 +80,7 @@ class HostState:
         objects |= {f"callback {i} {type(each).__name__}": each for i, each in enumerate(own)}
         if trainer.datamodule is not None:
             objects["datamodule"] = trainer.datamodule
-        objects |= data_objects(trainer.train_dataloader, objects.values())
+        objects |= datasets_of(trainer.train_dataloader)
         of_the_trainer = frozenset(vars(trainer)) - HOOKS_MAY_SET
         self._attributes = ChangedAttributes(
             objects, model, {**LEFT_OUT, **of_callbacks, Trainer: of_the_trainer}
@@ -138,10 +131,7 @@ class HostState:
     def restore_attributes(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that hooks had set. Called when the hooks of the beginning are over."""
         if self._attributes is not None and state.get("attributes"):
-            values = of_this_rank(
-                state["attributes"]["values"], state.get("processes", self._trainer.world_size)
-            )
-            self._attributes.restore(state["attributes"] | {"values": values})
+            self._attributes.restore(state["attributes"])
 
     def _saved_by_hooks(self) -> dict[str, Any] | None:
         """Return what ``on_save_checkpoint`` of callbacks and the module adds; None if nothing overrides it."""

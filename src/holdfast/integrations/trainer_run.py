@@ -11,14 +11,13 @@ import json
 import sys
 import warnings
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
@@ -32,16 +31,15 @@ from ..state.progress import random_state, restore_random_state
 from .shared.changed_attributes import (
     OF_MODULES,
     ChangedAttributes,
-    data_objects,
+    datasets_of,
     innermost,
     modules_of,
     names_in,
-    of_this_rank,
     set_up_again,
 )
 from .shared.collective_commit import newest_progress
 from .shared.epoch_batches import EpochBatches
-from .shared.position import Order, WatchedBatches, refuse_other_batches, watched_data
+from .shared.position import Order, WatchedBatches, refuse_other_batches
 
 STATE = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
@@ -75,14 +73,9 @@ class Training:
             "_maybe_log_save_evaluate": self.end_step,
             "_load_rng_state": self.load_random_state,
         }
+        self._before = {name: vars(trainer).get(name) for name in self._covered}
         handler: Any = trainer.callback_handler
-        self._before = [
-            (owner, name, vars(owner).get(name))
-            for owner, names in ((trainer, self._covered), (handler, ("on_epoch_begin", "on_epoch_end")))
-            for name in names
-        ]
-        """Methods that are replaced while training lasts: their owner, their name, and what the owner itself had."""
-        self._begin_epoch, self._end_epoch = handler.on_epoch_begin, handler.on_epoch_end
+        self._begin_epoch = handler.on_epoch_begin
         vars(handler)["on_epoch_begin"] = self.begin_epoch
         self._attributes: ChangedAttributes | None = None
         self._run_epoch, self._end_step = trainer._run_epoch, trainer._maybe_log_save_evaluate
@@ -92,8 +85,6 @@ class Training:
         self._restored: dict[str, Any] | None = None
         """The restored state of the run, until the loop exists."""
         self._order = Order(None, None)
-        self._accumulation = 0
-        """The batches of a step, when training began."""
         self._place = _Place(0, encode(self._order.now()))
         self._logged = _Logged()
         self._recorded_step = 0
@@ -109,12 +100,13 @@ class Training:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for owner, name, method in self._before:
-            vars(owner).pop(name, None)
+        vars(self._trainer.callback_handler).pop("on_epoch_begin", None)
+        for name, method in self._before.items():
+            del vars(self._trainer)[name]
             if method is not None:
-                vars(owner)[name] = method
+                vars(self._trainer)[name] = method
         if self._batches is not None:
-            vars(_torchs(self._loader))["batch_sampler"] = self._batches.inner
+            vars(self._loader.base_dataloader)["batch_sampler"] = self._batches.inner
         if self._checkpointer is not None:
             self._checkpointer.__exit__(*error)
 
@@ -148,7 +140,6 @@ class Training:
         """Record the step. Called at the end of every optimizer step, and again at the end of an epoch."""
         if self._trainer.state.global_step > self._recorded_step:
             assert self._checkpointer is not None
-            self.refuse_other_accumulation()
             self._recorded_step = self._trainer.state.global_step
             self._place.updates += 1
             self._ending = {"grad_norm": _whole(grad_norm), "learning_rate": learning_rate}
@@ -158,53 +149,21 @@ class Training:
             grad_norm, learning_rate = self._ending["grad_norm"], self._ending["learning_rate"]
         self._end_step(tr_loss, grad_norm, *rest, learning_rate=learning_rate, **options)
 
-    def refuse_other_accumulation(self) -> None:
-        """Raise ``BadInput`` if a callback has changed the number of batches in a step, by which a place is counted."""
-        now = self._trainer.args.gradient_accumulation_steps
-        if now != self._accumulation:
-            raise BadInput(
-                f"args.gradient_accumulation_steps was {self._accumulation} when training began and is {now} now. The"
-                " place in the data is counted in steps of equally many batches: leave it as it is, or train on in"
-                " another run, from the weights of this one"
-            )
-
     def load_random_state(self, checkpoint: Any) -> None:
-        """Set the generators when the resumed epoch's first batches exist, unless a watched sampler has done it.
-
-        Those of Python and NumPy that a stream draws from are where reading it again has brought them.
-        """
+        """Set the generators when the resumed epoch's first batches exist, unless a watched sampler has done it."""
         if self._batches is None:
-            now, begun = random_state(), decode(self._place.random)["random"]
-            drawn = {
-                name: now[name] for name in ("python", "numpy") if encode(now[name]) != encode(begun[name])
-            }
-            restore_random_state({**self._random_now, **drawn})
+            restore_random_state(self._random_now)
 
     # The run
 
     def _watch_loader(self, loader: Any) -> None:
         self._loader = loader
-        inside = _torchs(loader)
-        batches = inside.batch_sampler
-        data = watched_data(loader, self._watched().values())
+        inside = getattr(loader, "base_dataloader", None)
+        batches = getattr(inside, "batch_sampler", None)
         if batches is not None and not isinstance(loader.dataset, IterableDataset):
-            self._batches = WatchedBatches(batches, data)
-            self._batches.begins = self._begin_batches
+            self._batches = WatchedBatches(batches)
             vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
-        watched = self._batches
-        self._order = Order(
-            inside, None if watched is None else watched.inner, data if watched is None else None
-        )
-        self._accumulation = self._trainer.args.gradient_accumulation_steps
-
-    def _begin_batches(self) -> None:
-        """Let the order be drawn from where the epoch began. Called when an epoch's first batch is requested.
-
-        Samplers keep what ``set_epoch`` has set since then. Of workers that stay, only the iterator of a process's
-        first epoch draws a seed for them, also after a resume.
-        """
-        if self._loader.persistent_workers and self._place.epoch:
-            self._order.put_back(decode(self._place.random), samplers=False)
+        self._order = Order(inside, self._batches)
 
     def _open(self, loader: Any, model: Any) -> None:
         trainer = self._trainer
@@ -225,29 +184,20 @@ class Training:
         show = progress_bar() if trainer.is_world_process_zero() else None
         self._checkpointer.resume(exactness=self._exactness, show=show)
 
-    def _watched(self) -> dict[str, Any]:
-        """Return the objects, by name, whose attributes are watched, except for those of the data."""
-        trainer, model = self._trainer, self._trainer.model
-        assert model is not None
-        return {
-            **modules_of(model, type(model).__name__),
-            **{
-                f"callback {i} {type(each).__name__}": each
-                for i, each in enumerate(trainer.callback_handler.callbacks)
-            },
-            **_rewards_of(trainer),
-            "trainer": trainer,
-            "args": trainer.args,
-            "state": trainer.state,
-        }
-
     def _watch_attributes(self) -> None:
         """Treat the current attributes as set by the script."""
         trainer, model = self._trainer, self._trainer.model
         assert model is not None
         callbacks = trainer.callback_handler.callbacks
-        objects = self._watched()
-        objects |= data_objects(self._loader, objects.values())
+        objects = {
+            **modules_of(model, type(model).__name__),
+            **{f"callback {i} {type(each).__name__}": each for i, each in enumerate(callbacks)},
+            **datasets_of(self._loader),
+            **_rewards_of(trainer),
+            "trainer": trainer,
+            "args": trainer.args,
+            "state": trainer.state,
+        }
         own = {
             kind for each in (trainer, *callbacks) for kind in type(each).__mro__ if _is_transformers(kind)
         }
@@ -301,32 +251,13 @@ class Training:
         control = trainer.control
         if control.should_training_stop or control.should_epoch_stop or batches == loop["steps_in_epoch"]:
             loop["num_update_steps_per_epoch"] = batches // trainer.args.gradient_accumulation_steps
-            self._leave_epoch(place, batches)
         elif batches:
-            self._random_now = random_state() if self._batches is None else self._batches.state()
+            self._random_now = random_state()
             if self._batches is not None:
                 pending = [decode(place.pending)] if place.pending is not None else []
                 self._batches.replay_generators(batches, [*pending, self._random_now])
             self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
-
-    def _leave_epoch(self, place: _Place, num_batches: int) -> None:
-        """Bring samplers and generators to the end of an epoch of which no batch is left.
-
-        The loop that follows makes an iterator over no batches, for which a loader of torch draws a seed.
-        """
-        now, handler = random_state(), vars(self._trainer.callback_handler)
-        if self._batches is not None:
-            self._order.put_back(decode(place.random))
-            for _ in islice(self._batches, num_batches + 1):
-                pass
-
-        def end_epoch(*args: Any) -> Any:
-            restore_random_state(now)
-            handler["on_epoch_end"] = self._end_epoch
-            return self._end_epoch(*args)
-
-        handler["on_epoch_end"] = end_epoch
 
     # The loader's interface for the checkpointer
 
@@ -393,8 +324,8 @@ class Training:
         """Return the generators before the batch that is already made but not trained on; None if there is none."""
         if self._batches is None or self._loader.num_workers:
             return None
-        state = self._batches.pending(self._num_batches())
-        return None if state is None else encode(state)
+        batch, state = self._batches.newest
+        return encode(state) if batch == self._num_batches() else None
 
     def _num_batches(self, most: int = sys.maxsize) -> int:
         """Return the number of batches of the epoch that the recorded steps took, at most ``most``."""
@@ -411,8 +342,6 @@ class Training:
         vars(trainer.control).update(found["control"])
         if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
             trainer.control.should_training_stop = False  # the script now asks for more steps
-        if self._checkpointer is not None and trainer.state.global_step >= trainer.state.max_steps:
-            trainer.control.should_training_stop = True  # the script now asks for fewer
         self._ending = found["ending"]
         self._order.seed = found["seed"]
         here = _exportable(trainer)
@@ -424,8 +353,7 @@ class Training:
                     vars(match).update(vars(type(match).from_state(state)))
                 vars(match).update(state["attributes"])
         if self._attributes is not None and found.get("attributes"):
-            values = of_this_rank(found["attributes"]["values"], found["same"]["processes"])
-            self._attributes.restore(found["attributes"] | {"values": values})
+            self._attributes.restore(found["attributes"])
 
     def _restored_here(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the restored ``state`` as one of the present processes has it.
@@ -472,17 +400,6 @@ class _Logged:
 
     def entries_of(self, text: str) -> list[dict[str, Any]]:
         return [decode(json.loads(line)) for line in text.splitlines()]
-
-
-def _torchs(loader: Any) -> DataLoader:
-    """Return the ``DataLoader`` of torch in ``loader``. Raises ``BadInput`` if there is none."""
-    inside = getattr(loader, "base_dataloader", loader)
-    if not isinstance(inside, DataLoader):
-        raise BadInput(
-            f"get_train_dataloader returned a {type(loader).__name__}, in which no place can be found again: let it"
-            " return a DataLoader of torch, or one that the accelerator has prepared"
-        )
-    return inside
 
 
 def _rewards_of(trainer: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ buffers that are not persistent (``CarriedBuffers``).
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,6 @@ import xxhash
 from ...errors import BadInput
 from ...quantities import MiB
 from ...state.capture import changes_of, storable
-from ...state.generators import GENERATORS, generator_state
 from ...state.layout.regions import is_distributed, local_held
 from ...state.live_state import LiveState
 from ...state.module_attributes import Attributes, changed_attributes, made_attributes, restore_attributes
@@ -171,6 +171,7 @@ def _linked(parameters: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
 _VERSION = attrgetter("_version")
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def _changes(things: Sequence[Any]) -> list[Any]:
@@ -204,8 +205,7 @@ def mark_of(value: Any, opaque: list[Any] | None = None) -> Any:
     if opaque is not None:
         opaque.append(value)
     if isinstance(value, GENERATORS):
-        state = generator_state(value)
-        return _hashed(state.numpy().tobytes() if isinstance(state, torch.Tensor) else state)
+        return _hashed(generator_state(value))
     if isinstance(value, (np.ndarray, set, bytearray)):
         return _hashed(value.tobytes() if isinstance(value, np.ndarray) else value)
     return id(value)
@@ -213,6 +213,17 @@ def mark_of(value: Any, opaque: list[Any] | None = None) -> Any:
 
 def _hashed(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(value if isinstance(value, bytes) else repr(value).encode())
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a random generator of torch, NumPy or Python."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate()
 
 
 def _held(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any]:

@@ -32,11 +32,10 @@ from torch import nn
 from ...errors import BadInput
 from ...optim.kinds import is_elementwise
 from ...state.encoding import decode, encode
-from ...state.generators import GENERATORS, generator_state, set_generator
 from ...state.live_state import LiveState
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import CARRIED
-from .mutation_check import mark_of
+from .mutation_check import GENERATORS, generator_state, mark_of
 
 OF_TORCH = {
     "defaults", "state", "param_groups", "step", "grad_scale", "found_inf", "_opt_called", "_step_supports_amp_scaling",
@@ -50,7 +49,7 @@ MOST_GIVEN = 1 << 20
 """The most characters of leaves, as JSON, that are kept as the optimizer was made."""
 DEPTH = 8
 """The most objects and containers on the path to a leaf."""
-HOSTS = {
+_HOSTS = {
     "accelerate", "asyncio", "concurrent", "deepspeed", "holdfast", "lightning", "lightning_fabric", "logging",
     "multiprocessing", "pytorch_lightning", "threading", "tqdm", "transformers", "wandb",
 }  # fmt: skip
@@ -220,7 +219,7 @@ class OptimizerAttributes:
         value = decode(told, lambda each: self._resolved(state, each))
         there = _item(holder, kind, key)
         if isinstance(there, GENERATORS):
-            set_generator(there, value)
+            _set_generator(there, value)
         elif _is_alike(there, value):
             with torch.no_grad():
                 there.detach().copy_(value)
@@ -252,7 +251,8 @@ class OptimizerAttributes:
         impossible.
         """
         if isinstance(value, GENERATORS):
-            return encode(generator_state(value))
+            state_of = value.get_state() if isinstance(value, torch.Generator) else generator_state(value)
+            return encode(state_of)
         if not can_be_stored(value):
             return None
         held = {}
@@ -352,7 +352,7 @@ def _is_object(value: Any) -> bool:
         return False
     if (
         isinstance(value, _CODE)
-        or kind.__module__.partition(".")[0] in HOSTS
+        or kind.__module__.partition(".")[0] in _HOSTS
         or isinstance(value, _CONTAINERS)
     ):
         return False
@@ -443,6 +443,17 @@ def _is_alike(there: Any, value: Any) -> bool:
     """Return whether the elements of ``value`` can be copied into the tensor ``there``, which others may hold, too."""
     both = type(there) is torch.Tensor and type(value) is torch.Tensor and there is not value
     return both and (there.shape, there.dtype, there.stride()) == (value.shape, value.dtype, value.stride())
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
 
 
 def path_text(path: Path) -> str:

@@ -256,24 +256,19 @@ class OptimizerHooks:
         self._changes.accept()
         self.lost, self._unseen = "", False
 
-    def _look_for_changes(self, updated: bool, index: int | None = None) -> bool:
-        """Return whether anything unknown changed the state of optimizer ``index``, or of all optimizers.
-
-        Sets ``lost`` then.
-        """
+    def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
+        """Set ``lost`` if anything unknown changed the state of optimizer ``index``, or of all optimizers."""
         if not self.records():  # the next snapshot holds it, whatever changed it
             self._unseen = True
-            return False
+            return
         if self._unseen:
             self._unseen = False
             self._changes.accept()
         self._settled = not self.changed and not any(self._open)
-        if not (self._settled and self._changes.changed_unexpectedly(updated, index)):
-            return False
-        self.lost = self.lost or (
-            "parameters or an optimizer's state were changed otherwise than by an optimizer's step"
-        )
-        return True
+        if self._settled and self._changes.changed_unexpectedly(updated, index):
+            self.lost = self.lost or (
+                "parameters or an optimizer's state were changed otherwise than by an optimizer's step"
+            )
 
     def after_step(self, index: int) -> None:
         """End an update of optimizer ``index``: its post-hook. An update that fails does not reach it."""
@@ -324,10 +319,8 @@ class OptimizerHooks:
             self._open[index], self.changed = 0, True
         if not self.updates:
             self.begins()
-        were_changed = self._look_for_changes(True, index)  # by the script or by other pre-hooks
+        self._look_for_changes(True, index)  # made by the script or by other pre-hooks
         trained, without = self._with_gradients(optimizer)
-        if were_changed and not trained and _has_hooks(optimizer):
-            raise _updated_elsewhere(optimizer)
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
         slot = self._slot_for(index)
@@ -519,20 +512,6 @@ def _refuse_closure(closure: Any) -> None:
             " recorded. If it calls the closure once, call closure() yourself and then optimizer.step()."
             f" If it calls it more often, as SAM does, its steps cannot be recorded. {WAY_OUT}"
         )
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether parameters have hooks that the backward pass calls with each gradient, and which may step."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
-
-
-def _updated_elsewhere(optimizer: torch.optim.Optimizer) -> BadInput:
-    return BadInput(
-        f"{type(optimizer).__name__}.step() was called without a gradient, and its parameters have changed since the"
-        " step before. Something else updates them, as optimizers do that hooks of the backward pass step, and no"
-        " commit would hold its state. Give those optimizers, as a list; holdfast.offload trains with as little memory."
-    )
 
 
 def _unsupported(name: str, grad: torch.Tensor) -> BadInput:

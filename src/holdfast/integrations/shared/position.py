@@ -3,52 +3,28 @@
 Batches that were trained on are skipped by their indices alone. The generators are stored as they were when the epoch
 began, so that its order is drawn again, and are set to where the run had them when the first new batch is made. Loaders
 are one batch ahead of training, so a batch that is made but not handed out is made again with its own draws (masks,
-augmentation), and from the attributes and generators that datasets and collators had before it. Another number of ranks
-continues after the same samples, as far as ``epoch_batches`` allows that; other batch sizes are refused. Called by the
-integrations.
+augmentation). Another number of ranks continues after the same samples, as far as ``epoch_batches`` allows that; other
+batch sizes are refused. Called by the integrations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ...errors import BadInput, RunMismatch
 from ...state.progress import random_state, restore_random_state
-from .changed_attributes import (
-    HOSTS,
-    OF_MODULES,
-    ChangedAttributes,
-    data_objects,
-    difference,
-    generators_in,
-    of_this_rank,
-    package_of,
-)
 from .epoch_batches import EpochBatches
-
-DATA = "data"
-"""The key, in a state of the generators, of what datasets and collators have changed."""
-SAMPLERS = "samplers"
-"""The key, in the state of an epoch's order, of what samplers of the script have changed."""
 
 
 class LoaderPlace:
     """The place of one of ``num_ranks`` in ``loader``, torch's own or a wrapper. The caller counts the batches."""
 
-    def __init__(
-        self,
-        loader: Any,
-        num_ranks: int,
-        accumulation: int = 1,
-        moves: int = 1,
-        watched: Iterable[Any] = (),
-    ) -> None:
+    def __init__(self, loader: Any, num_ranks: int, accumulation: int = 1, moves: int = 1) -> None:
         """Wrap the loader's batch sampler.
 
         Args:
@@ -56,19 +32,15 @@ class LoaderPlace:
             num_ranks: The number of ranks that train.
             accumulation: The batches of one optimizer step.
             moves: The moves of the learning-rate schedule in an optimizer step.
-            watched: Objects whose attributes the caller keeps, or that are no state of the data, as the model.
 
         Raises ``BadInput`` for a loader whose batches cannot be skipped.
         """
         self._inside = getattr(loader, "base_dataloader", loader)
         _refuse(self._inside)
         self._num_ranks, self.accumulation, self.moves = num_ranks, accumulation, moves
-        self._data = watched_data(self._inside, watched)
-        self._watched = _watched(self._inside, self._data)
+        self._watched = _watched(self._inside)
         self._watched.begins = self._begin
         self._order = Order(self._inside, self._watched.inner)
-        self.is_read = False
-        """True once batches were requested."""
         self._begun: dict[str, Any] | None = None
         """The generators that the order of the epoch was drawn from."""
         self._restored: dict[str, Any] | None = None
@@ -84,7 +56,6 @@ class LoaderPlace:
             "begun": self._begun if count else None,
             "pending": self._pending(count),
             "seed": self._order.seed,
-            DATA: self._data.values(),
         }
 
     def check(self, state: dict[str, Any]) -> None:
@@ -104,13 +75,10 @@ class LoaderPlace:
     def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
         self._order.seed = state["seed"]
-        if (there := self._of_other_ranks(state)) is not None:  # whose next batch was another
-            data = {DATA: of_this_rank(state[DATA], there.ranks)} if DATA in state else {}
-            state = {**state, "count": self.count_of(state), "pending": None, **data}
-        self._begun = state["begun"]
-        self._random = {**random, DATA: {"values": state[DATA]}} if DATA in state else random
+        self._begun, self._random = state["begun"], random
+        if self._of_other_ranks(state) is not None:  # whose next batch was another
+            state = {**state, "count": self.count_of(state), "pending": None}
         self._restored = state if self._begun is not None else None
-        self._data.restore({"values": state.get(DATA, {})})
 
     def leave(self) -> None:
         """Skip an epoch that the run had completed. Its order is drawn, because drawing advances the generators."""
@@ -129,7 +97,6 @@ class LoaderPlace:
         _set_indices(self._inside, self._watched.inner)
 
     def _begin(self) -> None:
-        self.is_read = True
         found, self._restored = self._restored, None
         if found is None:
             self._begun = self._order.now()
@@ -140,7 +107,8 @@ class LoaderPlace:
 
     def _pending(self, count: int) -> dict[str, Any] | None:
         """Return the generators before the batch that is already made but not handed out; None if there is none."""
-        return self._watched.pending(count) if count and not self._inside.num_workers else None
+        number, state = self._watched.newest
+        return state if count and number == count and not self._inside.num_workers else None
 
     def _of_other_ranks(self, state: dict[str, Any]) -> EpochBatches | None:
         """Return the batches of the run at ``state`` if it had another number of ranks; None if it had this one.
@@ -180,25 +148,16 @@ class Batches:
     elastic = True
     schedule_advice = "Give it to accelerator.prepare, before training."
 
-    def __init__(
-        self,
-        loader: Any,
-        num_ranks: int,
-        accumulation: int = 1,
-        moves: int = 1,
-        watched: Iterable[Any] = (),
-    ) -> None:
+    def __init__(self, loader: Any, num_ranks: int, accumulation: int = 1, moves: int = 1) -> None:
         """Wrap the loader, as ``LoaderPlace`` does. Raises ``BadInput`` for one whose batches cannot be skipped."""
         self.loader = loader
-        self.place = LoaderPlace(loader, num_ranks, accumulation, moves, watched)
+        self.place = LoaderPlace(loader, num_ranks, accumulation, moves)
         self._epoch = 0
         self._count = 0
         """The number of batches of the newest pass that were handed out."""
         self._restored: dict[str, Any] | None = None
         """The place of the run, from ``load_state_dict`` to ``resumed``."""
         self._is_left, self._newest = False, object()
-        self._has_begun = False
-        """True once a pass has begun."""
 
     @property
     def epoch(self) -> int:
@@ -215,7 +174,6 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         self.end_left_pass()
-        self._has_begun = True
         number, newest = getattr(self.loader, "iteration", None), object()
         self._newest = newest
         try:
@@ -227,14 +185,6 @@ class Batches:
         if number is not None:  # accelerate does not count a pass without remaining batches
             self.loader.iteration = number + 1
         self.end_left_pass()
-
-    def refuse_other_loop(self) -> None:
-        """Raise ``BadInput`` if the loader was read, and never by iterating over this object."""
-        if self.place.is_read and not self._has_begun:
-            raise BadInput(
-                "the loop iterates over the loader itself, and its place there is not known: write"
-                " `for batch in ckpt.batches`"
-            )
 
     def end_left_pass(self) -> None:
         """Let saved positions lie after the pass that was left, if one was."""
@@ -262,37 +212,10 @@ class Batches:
                 self.loader.iteration = found["iteration"]
 
 
-def watched_data(loader: Any, watched: Iterable[Any]) -> ChangedAttributes:
-    """Return the attributes of what makes the batches of ``loader``; of what is ``watched`` already, the generators.
-
-    Modules among it keep their parameters, which are the model's or no state.
-    """
-    every = data_objects(loader)
-    own = data_objects(loader, watched)
-    drawing = {name: thing for name, thing in every.items() if name not in own}
-    return ChangedAttributes(own, nn.Module(), {nn.Module: OF_MODULES}, drawing)
-
-
-def _own_samplers(batches: Any) -> dict[str, Any]:
-    """Return the samplers in ``batches``, itself included, whose class is the script's, by number.
-
-    Lists, ranges and arrays have no attributes, and are no state.
-    """
-    found: list[Any] = []
-    while batches is not None and id(batches) not in map(id, found):
-        found.append(batches)
-        batches = getattr(batches, "batch_sampler", getattr(batches, "sampler", None))
-    return {
-        f"sampler {i}": each
-        for i, each in enumerate(found)
-        if package_of(type(each)) not in (*HOSTS, "torch") and hasattr(each, "__dict__")
-    }
-
-
-def _watched(loader: DataLoader, data: ChangedAttributes) -> WatchedBatches:
-    """Wrap the indices of ``loader``, which makes batches by ``data``, in ``WatchedBatches``."""
+def _watched(loader: DataLoader) -> WatchedBatches:
+    """Wrap the indices of ``loader`` in ``WatchedBatches``."""
     indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    watched = WatchedBatches(indices.inner if isinstance(indices, WatchedBatches) else indices, data)
+    watched = WatchedBatches(indices.inner if isinstance(indices, WatchedBatches) else indices)
     _set_indices(loader, watched)
     return watched
 
@@ -327,13 +250,10 @@ def refuse_other_batches(there: dict[str, Any], here: dict[str, Any], run: objec
 
 
 class WatchedBatches:
-    """A batch sampler that wraps ``inner`` and records the generators each time that a batch is requested.
+    """A batch sampler that wraps ``inner`` and records the generators each time that a batch is requested."""
 
-    ``data`` has the attributes of the objects that make batches, whose changes are recorded with them.
-    """
-
-    def __init__(self, inner: Any, data: ChangedAttributes) -> None:
-        self.inner, self._data = inner, data
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
         self.begins: Callable[[], None] = lambda: None
         """A function that is called at the first request of an epoch, before its order is drawn."""
         self.newest: tuple[int, dict[str, Any]] = (-1, {})
@@ -341,8 +261,6 @@ class WatchedBatches:
         self._first = 0
         self._states: list[dict[str, Any]] = []
         self._pass_over = False
-        self._set: dict[str, Any] = {}
-        """The attributes that were set for the newest batch that is made again."""
 
     def replay_generators(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
         """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
@@ -358,8 +276,8 @@ class WatchedBatches:
         batches = iter(self.inner)
         for number in count():
             if number >= first and states:
-                self._restore(states.pop(0))
-            before = {**random_state(), DATA: self._data.values()} if number >= first else {}
+                restore_random_state(states.pop(0))
+            before = random_state() if number >= first else {}
             try:
                 batch = next(batches)
             except StopIteration:
@@ -369,26 +287,6 @@ class WatchedBatches:
             self.newest = (number, before)
             yield batch
 
-    def state(self) -> dict[str, Any]:
-        """Return the generators, and what datasets and collators have changed, as they are now."""
-        return {**random_state(), DATA: {"values": self._data.values()}}
-
-    def pending(self, number: int) -> dict[str, Any] | None:
-        """Return the state before batch ``number``, if that is the newest which is made; otherwise None."""
-        newest, state = self.newest
-        return {**state, DATA: self._data.since(state[DATA])} if newest == number and state else None
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if DATA in state:
-            values, made = state[DATA]["values"], state[DATA].get("made")
-            if (
-                made is None
-            ):  # all that had changed: what was set for the batch before, and is not among it, had not
-                made = difference(values, self._set)["made"]
-            self._data.go_back({"values": values, "made": made})
-            self._set = values
-        restore_random_state({key: value for key, value in state.items() if key != DATA})
-
     def __len__(self) -> int:
         return len(self.inner)
 
@@ -397,21 +295,10 @@ class WatchedBatches:
 
 
 class Order:
-    """The state that ``loader`` draws the order of an epoch from: global generators, its own, and its samplers.
+    """The generators that ``loader`` draws the order of an epoch from: the global ones and its own."""
 
-    Samplers of the script's own may count passes, and draw from any generator in their attributes.
-    """
-
-    def __init__(self, loader: Any, batches: Any, data: ChangedAttributes | None = None) -> None:
-        """Note the loader.
-
-        Args:
-            loader: The loader of torch.
-            batches: Its batch sampler.
-            data: The attributes of what makes batches, whose generators go back to the beginning of the epoch.
-        """
-        self._loader, self._batches, self._data = loader, batches, data
-        self._samplers = ChangedAttributes(_own_samplers(batches), nn.Module(), {})
+    def __init__(self, loader: Any, batches: Any) -> None:
+        self._loader, self._batches = loader, batches
 
     @property
     def sampler(self) -> Any:
@@ -434,19 +321,11 @@ class Order:
     def now(self) -> dict[str, Any]:
         """Return the state from which the order of an epoch follows. Called at its beginning."""
         own = {place: generator.get_state() for place, generator in self._own().items()}
-        data = {} if self._data is None else {DATA: generators_in(self._data.values())}
-        return {"random": random_state(), "own": own, SAMPLERS: self._samplers.values(), **data}
+        return {"random": random_state(), "own": own}
 
-    def put_back(self, state: dict[str, Any], samplers: bool = True) -> None:
-        """Restore what ``now`` returned; attributes of samplers only with ``samplers``, since ``set_epoch`` sets some.
-
-        A run of several ranks may have given the sampler a generator.
-        """
+    def put_back(self, state: dict[str, Any]) -> None:
+        """Restore what ``now`` returned. A run of several ranks may have given the sampler a generator."""
         restore_random_state(state["random"])
-        if self._data is not None and DATA in state:
-            self._data.go_back(difference(state[DATA], generators_in(self._data.values())))
-        if SAMPLERS in state and samplers:
-            self._samplers.restore({"values": state[SAMPLERS]})
         if "sampler" in state["own"] and getattr(self.sampler, "generator", self) is None:
             self.sampler.generator = torch.Generator()
         for place, generator in self._own().items():

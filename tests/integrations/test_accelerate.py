@@ -143,6 +143,43 @@ def test_hooks_of_save_state_are_told(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_a_loop_over_the_loader_itself_is_refused(tmp_path):
+    """A place in it is not known, so that a resume would train on batches again."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from holdfast.errors import BadInput
+    from holdfast.integrations.accelerate import AcceleratedCheckpointer
+
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 6))
+    try:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        next(iter(loader))  # a look at a batch is no loop
+        ckpt = AcceleratedCheckpointer(tmp_path / "run", accelerator, loader)
+        next(iter(loader))
+        ckpt.resume()
+        for batch in ckpt.batches:
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            ckpt.step()
+        ckpt.close()
+        other = AcceleratedCheckpointer(tmp_path / "other", accelerator, loader)
+        other.resume()
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            with pytest.raises(BadInput, match="iterates over the loader itself"):
+                other.step()
+            break
+        other.close(save=False)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize(
     "by, more, text",
     [

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 from lightning.pytorch.strategies import Strategy  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from holdfast.errors import BadInput  # noqa: E402
@@ -353,3 +354,39 @@ def test_guard_is_refused_before_there_is_a_run(tmp_path):
     with pytest.raises(BadInput, match="no rollback"):
         HoldfastCallback(tmp_path / "run", guard=True)
     assert not [*tmp_path.iterdir()]
+
+
+class Count:
+    """An object with a state, which each update counts in."""
+
+    number = 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def test_what_the_callback_is_given_comes_back_beside_lightnings_averages(tmp_path):
+    def script(run, *callbacks):
+        torch.manual_seed(0)
+        model, count = Net(), Count()
+        average = AveragedModel(model.head)
+
+        def update():
+            average.update_parameters(model.head)
+            count.number += 1
+
+        recording = HoldfastCallback(run, averages=average, after_update=update, also={"count": count})
+        trainer = lightning.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=2,
+            enable_model_summary=False, callbacks=[recording, EMAWeightAveraging(decay=0.9), *callbacks],
+        )  # fmt: skip
+        trainer.fit(model, DataLoader(POINTS, batch_size=4, shuffle=True))
+        return digest([model.state_dict(), average.state_dict(), count.number])
+
+    whole = script(tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        script(tmp_path / "run", Interrupts(7))
+    assert script(tmp_path / "run") == whole

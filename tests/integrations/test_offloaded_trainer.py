@@ -450,6 +450,18 @@ def test_a_norm_set_in_training_is_refused(tmp_path):
         make(offloaded(Trainer), tmp_path, callbacks=[SetsNorm()]).train()
 
 
+class Accumulates(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        args.gradient_accumulation_steps = 3 + (state.global_step == 2)
+
+
+def test_another_accumulation_in_training_is_refused(tmp_path):
+    trainer = make(offloaded(Trainer), tmp_path, callbacks=[Accumulates()])
+    with pytest.raises(BadInput, match="gradient_accumulation_steps was 3 when training began and is 4 now"):
+        trainer.train()
+    assert make(offloaded(Trainer), tmp_path, max_steps=3).train().global_step == 3
+
+
 class ReadsGradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **_):
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)

@@ -377,3 +377,30 @@ def test_guard_is_refused_before_there_is_a_run(tmp_path):
     with pytest.raises(BadInput, match="no rollback"):
         HoldfastCallback(tmp_path / "run", guard=True)
     assert not [*tmp_path.iterdir()]
+
+
+class Accumulates(transformers.TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **_):
+        args.gradient_accumulation_steps = 1 + int(state.epoch or 0)
+
+
+def test_another_accumulation_in_training_is_refused(tmp_path):
+    for _ in range(2):
+        trainer = make("unused", callbacks=[Accumulates(), HoldfastCallback(tmp_path / "run")])
+        with pytest.raises(
+            BadInput, match="gradient_accumulation_steps was 1 when training began and is 2 now"
+        ):
+            trainer.train()
+
+
+def test_fewer_steps_at_a_resume_are_none_more(tmp_path):
+    with pytest.raises(Interrupted):
+        make("unused", callbacks=[HoldfastCallback(tmp_path / "run"), Interrupt(5)]).train()
+    trainer = make("unused", max_steps=4, callbacks=[HoldfastCallback(tmp_path / "run")])
+    trainer.train()
+    assert trainer.state.global_step == 5
+
+
+def test_options_that_are_the_trainers_are_refused(tmp_path):
+    with pytest.raises(BadInput, match="optimizer= is the trainer's"):
+        HoldfastCallback(tmp_path / "run", optimizer=None)

@@ -17,6 +17,7 @@ a snapshot of the run. ``load_state`` of such a folder, in place of ``resume``, 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ class AcceleratedCheckpointer(Checkpointer):
         if isinstance(self.batches, Batches):
             self.batches.resumed()
         return done
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> None:
+        if isinstance(self.batches, Batches):
+            self.batches.refuse_other_loop()
+        super().step(metrics)
 
     def rollback(self, step: int | None = None) -> int:
         """Raise ``BadInput``: the accelerator counts steps and batches of its own, which no run holds."""
@@ -185,7 +191,10 @@ def _batches_of(loader: Any, accelerator: Accelerator) -> Any:
     if own:
         return loader
     return Batches(
-        loader, accelerator.num_processes, accelerator.gradient_accumulation_steps, moves_of(accelerator)
+        loader,
+        accelerator.num_processes,
+        accelerator.gradient_accumulation_steps,
+        moves_of(accelerator),
     )
 
 

@@ -193,6 +193,10 @@ class Fit:
         """Open the run, and return whether it was resumed."""
         trainer = self._trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        options, averages = dict(self._callback.options), averages_of(trainer)
+        if isinstance(own := options.pop("averages", None) or {}, nn.Module):
+            own = {"own_average" if averages else "average": own}
+        further = {f"scheduler {i}": each for i, each in enumerate(schedulers) if i}
         self._checkpointer = Checkpointer(
             self._callback.run,
             model=trainer.model,
@@ -200,9 +204,9 @@ class Fit:
             scheduler=next(iter(schedulers), None),
             loader=self,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            also={f"scheduler {i}": each for i, each in enumerate(schedulers) if i},
-            averages=averages_of(trainer) or None,
-            **self._callback.options,
+            also={**further, **options.pop("also", {})},
+            averages={**averages, **own} or None,
+            **options,
         )
         show = progress_bar() if trainer.is_global_zero else None
         return self._checkpointer.resume(exactness=self._callback.exactness, show=show) > 0

@@ -85,6 +85,8 @@ class Training:
         self._restored: dict[str, Any] | None = None
         """The restored state of the run, until the loop exists."""
         self._order = Order(None, None)
+        self._accumulation = 0
+        """The batches of a step, when training began."""
         self._place = _Place(0, encode(self._order.now()))
         self._logged = _Logged()
         self._recorded_step = 0
@@ -140,6 +142,7 @@ class Training:
         """Record the step. Called at the end of every optimizer step, and again at the end of an epoch."""
         if self._trainer.state.global_step > self._recorded_step:
             assert self._checkpointer is not None
+            self.refuse_other_accumulation()
             self._recorded_step = self._trainer.state.global_step
             self._place.updates += 1
             self._ending = {"grad_norm": _whole(grad_norm), "learning_rate": learning_rate}
@@ -148,6 +151,16 @@ class Training:
             assert self._ending is not None
             grad_norm, learning_rate = self._ending["grad_norm"], self._ending["learning_rate"]
         self._end_step(tr_loss, grad_norm, *rest, learning_rate=learning_rate, **options)
+
+    def refuse_other_accumulation(self) -> None:
+        """Raise ``BadInput`` if a callback has changed the number of batches in a step, by which a place is counted."""
+        now = self._trainer.args.gradient_accumulation_steps
+        if now != self._accumulation:
+            raise BadInput(
+                f"args.gradient_accumulation_steps was {self._accumulation} when training began and is {now} now. The"
+                " place in the data is counted in steps of equally many batches: leave it as it is, or train on in"
+                " another run, from the weights of this one"
+            )
 
     def load_random_state(self, checkpoint: Any) -> None:
         """Set the generators when the resumed epoch's first batches exist, unless a watched sampler has done it."""
@@ -158,6 +171,7 @@ class Training:
 
     def _watch_loader(self, loader: Any) -> None:
         self._loader = loader
+        self._accumulation = self._trainer.args.gradient_accumulation_steps
         inside = getattr(loader, "base_dataloader", None)
         batches = getattr(inside, "batch_sampler", None)
         if batches is not None and not isinstance(loader.dataset, IterableDataset):
@@ -342,6 +356,8 @@ class Training:
         vars(trainer.control).update(found["control"])
         if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
             trainer.control.should_training_stop = False  # the script now asks for more steps
+        if self._checkpointer is not None and trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True  # the script now asks for fewer
         self._ending = found["ending"]
         self._order.seed = found["seed"]
         here = _exportable(trainer)

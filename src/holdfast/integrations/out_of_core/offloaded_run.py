@@ -212,6 +212,7 @@ class OffloadedTraining(Training):
             engine, group = self._opened, self._group
             self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
             refuse_other_norm("args.max_grad_norm", self._norm, self._trainer.args.max_grad_norm)
+            self.refuse_other_accumulation()
             self._hyper = self._hyper_now()
             if engine.steps_done - self._first_step > self._trainer.state.global_step:
                 self._losses = self._taken_results(group[-1].of)

@@ -16,10 +16,14 @@ from ...store.commit.retention import Keep, refuse_best
 
 UNKNOWN = ("guard", "rollback")
 """Names of what a ``Checkpointer`` in a loop of the script's own has, and a callback has not."""
+TAKEN = ("model", "optimizer", "scheduler", "loader", "scaler")
+"""Options of a ``Checkpointer`` that come from the trainer."""
 
 
 def refuse_callback_options(options: Mapping[str, Any]) -> None:
-    """Raise ``BadInput`` if a callback's ``options`` ask for a guard, a rollback or the best steps by a metric."""
+    """Raise ``BadInput`` for ``options`` of a callback that the trainer decides, or that its loop rules out."""
+    if taken := sorted({*TAKEN} & options.keys()):
+        raise BadInput(f"{taken[0]}= is the trainer's: leave it out of HoldfastCallback()")
     if isinstance(keep := options.get("keep"), Keep):
         refuse_best(keep, "the callback of a Trainer")
     if any(name in options for name in UNKNOWN):

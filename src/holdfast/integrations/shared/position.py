@@ -41,6 +41,8 @@ class LoaderPlace:
         self._watched = _watched(self._inside)
         self._watched.begins = self._begin
         self._order = Order(self._inside, self._watched.inner)
+        self.is_read = False
+        """True once batches were requested."""
         self._begun: dict[str, Any] | None = None
         """The generators that the order of the epoch was drawn from."""
         self._restored: dict[str, Any] | None = None
@@ -97,6 +99,7 @@ class LoaderPlace:
         _set_indices(self._inside, self._watched.inner)
 
     def _begin(self) -> None:
+        self.is_read = True
         found, self._restored = self._restored, None
         if found is None:
             self._begun = self._order.now()
@@ -158,6 +161,8 @@ class Batches:
         self._restored: dict[str, Any] | None = None
         """The place of the run, from ``load_state_dict`` to ``resumed``."""
         self._is_left, self._newest = False, object()
+        self._has_begun = False
+        """True once a pass has begun."""
 
     @property
     def epoch(self) -> int:
@@ -174,6 +179,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         self.end_left_pass()
+        self._has_begun = True
         number, newest = getattr(self.loader, "iteration", None), object()
         self._newest = newest
         try:
@@ -185,6 +191,14 @@ class Batches:
         if number is not None:  # accelerate does not count a pass without remaining batches
             self.loader.iteration = number + 1
         self.end_left_pass()
+
+    def refuse_other_loop(self) -> None:
+        """Raise ``BadInput`` if the loader was read, and never by iterating over this object."""
+        if self.place.is_read and not self._has_begun:
+            raise BadInput(
+                "the loop iterates over the loader itself, and its place there is not known: write"
+                " `for batch in ckpt.batches`"
+            )
 
     def end_left_pass(self) -> None:
         """Let saved positions lie after the pass that was left, if one was."""

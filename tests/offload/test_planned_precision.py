@@ -24,25 +24,14 @@ MODEL = replace(
 )  # fmt: skip
 
 
-def planned(tmp_path, monkeypatch, precision, **options):
-    """The work of a step on a CPU whose rates are of ``precision``, as ``holdfast plan`` counts it."""
+def planned(tmp_path, monkeypatch, precision):
+    """The case and the work of a step on a CPU whose rates are of ``precision``, as ``holdfast plan`` counts it."""
     path = tmp_path / "machine.toml"
     path.write_text(to_toml(replace(load_machine("cpu-2-core"), precision=precision)))
     monkeypatch.setattr("holdfast.cli.plan.placing.load_model", lambda name: MODEL)
-    given = dict.fromkeys(
-        (
-            "micro_batch_size",
-            "sequence",
-            "lora",
-            "base",
-            "expert_slots",
-            "ssds",
-            "host",
-            "retain",
-            "ssd_steps",
-        )
-    )
-    given |= {"model": "mine", "machine": str(path), "clipping": "auto", "commit_every": 1} | options
+    names = "micro_batch_size sequence lora base expert_slots ssds host retain ssd_steps"
+    given = dict.fromkeys(names.split()) | {"model": "mine", "machine": str(path), "clipping": "auto"}
+    given["commit_every"] = 1
     case = case_of(given)
     return case, work_of(Setting(machine=case.machine, model=case.model, method=case.method, micro_batches=1))
 

@@ -18,7 +18,7 @@ from holdfast.offload import engine
 from holdfast.offload.executor import Executor
 from holdfast.offload.setup import drive_setup
 from holdfast.optim import MeZO, torch_threads
-from holdfast.optim.torch_threads import CpuTimes, Spins, cpu_times
+from holdfast.optim.torch_threads import CpuTimes, SpinRule, cpu_times
 from training import adamw, batches, decoder
 
 
@@ -140,7 +140,7 @@ def spin_briefly() -> bool:
 
 
 def test_threads_spin_long_while_no_other_process_computes(two_threads, played_times):
-    spins, found = Spins(), []
+    spins, found = SpinRule(), []
     for after, of_others in [(0, 0), (0.6, 0.02), (0.6, 0.2), (0.6, 0.9), (0.6, 0.2), (0.3, 0.0), (0.3, 0.0)]:
         played_times(after, of_others)
         spins.choose()
@@ -155,7 +155,7 @@ def test_threads_spin_long_while_no_other_process_computes(two_threads, played_t
 
 def test_threads_spin_briefly_where_the_use_of_the_cpus_is_not_known(two_threads, played_times, monkeypatch):
     monkeypatch.setattr(torch_threads, "cpu_times", lambda: None)
-    spins = Spins()
+    spins = SpinRule()
     for _ in range(2):
         spins.choose()
         assert spin_briefly()

@@ -54,6 +54,11 @@ class BlockTimes:
     precision: Precision
 
 
+def precision_of(dtype: torch.dtype) -> Precision:
+    """Return the precision of a profile for computations in ``dtype``; bf16 stands for 16 bits."""
+    return "fp32" if dtype.itemsize > 2 else "bf16"
+
+
 @dataclass(frozen=True)
 class Probed:
     """The result of a probe."""

@@ -80,7 +80,7 @@ def limit_torch_threads(count: int) -> None:
         other.join()
 
 
-class Spins:
+class SpinRule:
     """Rule for OpenMP's threads at the end of a parallel loop: spin long on idle cores, briefly beside other processes.
 
     At the end of a loop torch's threads wait for the slowest by spinning, for about 300,000 rounds. On idle cores that

@@ -19,7 +19,7 @@ from ...accelerators import is_accelerator, synchronize
 from ...errors import ConfigError
 from ...measure.free_memory import free_host_bytes
 from ...measure.hardware_rates import fast_dtype, median_seconds
-from ...measure.machine_probe import BlockTimes, Probed, probe_machine
+from ...measure.machine_probe import BlockTimes, Probed, precision_of, probe_machine
 from ...models.decoder import Block, DecoderConfig, rotary_table
 from ...offload.memory.device import open_device
 from ...offload.model.model_parts import DTYPES
@@ -153,4 +153,4 @@ def _time_block(device: torch.device, model: ModelProfile, seconds: float, dtype
     one, other = median_seconds(forward, seconds / 2), median_seconds(backward, seconds / 2)
     rate = 4 * timed.forward_flop / (one + other)
     what = f"a block of width {timed.width}, {timed.tokens} tokens, in {str(dtype).removeprefix('torch.')}"
-    return BlockTimes(one, other, rate, what, "fp32" if dtype is torch.float32 else "bf16")
+    return BlockTimes(one, other, rate, what, precision_of(dtype))

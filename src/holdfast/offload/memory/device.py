@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from ... import accelerators
 from ...errors import BadInput
-from ...optim.torch_threads import Spins
+from ...optim.torch_threads import SpinRule
 from ...quantities import format_bytes
 from ...schedule.operations import COMPUTE, DOWNLOAD, UPLOAD, Key, Op
 from ..executor import Lane
@@ -49,7 +49,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self._spins = Spins()
+        self._spins = SpinRule()
 
     def use(self) -> None:
         """Select the device for the calling thread.

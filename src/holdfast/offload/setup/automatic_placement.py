@@ -19,8 +19,8 @@ import torch
 from ...errors import ModelNotSupported
 from ...events import tell
 from ...measure.drive_rates import Limits, nearest
-from ...measure.machine_probe import BlockTimes, CachedProfile, machine_at
-from ...profiles import MachineProfile, Precision
+from ...measure.machine_probe import BlockTimes, CachedProfile, machine_at, precision_of
+from ...profiles import MachineProfile
 from ...quantities import format_seconds
 from ...schedule.planner.machine_rates import RESOURCE_NAMES
 from ...schedule.planner.placement_search import Choice, Question, answer, play
@@ -246,12 +246,8 @@ def _profile_times(
         times.backward_seconds,
         4 * max(forward, 1.0) / seconds,
         "a block of a run's model",
-        _precision(dtype),
+        precision_of(dtype),
     )
-
-
-def _precision(dtype: torch.dtype) -> Precision:
-    return "fp32" if dtype.itemsize > 2 else "bf16"
 
 
 def _of_a_product(device: torch.device, dtype: torch.dtype) -> BlockTimes:
@@ -262,4 +258,4 @@ def _of_a_product(device: torch.device, dtype: torch.dtype) -> BlockTimes:
     start = perf_counter()
     float((one @ one)[0, 0])
     seconds = perf_counter() - start
-    return BlockTimes(seconds, 3 * seconds, 2 * size**3 / seconds, "a matrix product", _precision(dtype))
+    return BlockTimes(seconds, 3 * seconds, 2 * size**3 / seconds, "a matrix product", precision_of(dtype))

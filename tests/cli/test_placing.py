@@ -380,15 +380,18 @@ def test_best_at_is_what_the_golden_machine_gives_without_options(plan):
 def test_the_document_shows_what_is_printed(holdfast):
     """Lines that a sample leaves out are "..."."""
     text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-    whole, adapters = [part.partition("\n```")[0] for part in text.split("```\n$ holdfast plan ")[1:]]
-    command, _, shown = whole.partition("\n")
-    assert holdfast("plan", *command.split()).out.rstrip() == shown
-    command, _, shown = adapters.partition("\n")
-    said, parts = holdfast("plan", *command.split()).out, shown.split("...\n")
-    assert len(parts) > 1
-    for part in parts:
-        _, found, said = said.partition(part)
-        assert found, part
+    samples = [part.partition("\n```")[0] for part in text.split("```\n$ holdfast plan ")[1:]]
+    assert len(samples) == 2
+    command, _, _ = samples[0].partition("\n")
+    whole = Path(__file__).parent / "plan_of_gpt_65b.txt"
+    assert holdfast("plan", *command.split()).out.rstrip() == whole.read_text().rstrip()
+    for sample in samples:
+        command, _, shown = sample.partition("\n")
+        said, parts = holdfast("plan", *command.split()).out, shown.split("...\n")
+        assert len(parts) > 1
+        for part in parts:
+            _, found, said = said.partition(part)
+            assert found, part
 
 
 @pytest.mark.slow

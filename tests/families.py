@@ -398,26 +398,15 @@ ONE_BY_ONE = (
 """Mixtures whose experts, frozen, are read one by one."""
 
 DIFFUSION = {
-    "PixArtTransformer2DModel": ("found", ""),
-    "SD3Transformer2DModel": ("found", ""),
-    "FluxTransformer2DModel": ("`[*model.transformer_blocks, *model.single_transformer_blocks]`", ""),
+    "PixArtTransformer2DModel": ("", ""),
+    "SD3Transformer2DModel": ("", ""),
+    "FluxTransformer2DModel": ("[*model.transformer_blocks, *model.single_transformer_blocks]", ""),
     "DiTTransformer2DModel": (
-        "`model.transformer_blocks[1:]`",
+        "model.transformer_blocks[1:]",
         "the first block's embedding is used after the last block too; one micro-batch",
     ),
 }
 """Classes of diffusers, tried by ``models/test_diffusion.py``: their blocks, and what a user has to know."""
-
-REFUSED = {
-    "`output_hidden_states`, `output_attentions` in the configuration": (
-        "before anything is written: values of every block would stay on the device"
-    ),
-    "blocks that are compiled, with `output_router_logits`": "before anything is written",
-    "layers that are skipped at random (`layerdrop`)": "before anything is written",
-    "layers that are called several times (ALBERT)": "in the first step",
-    "a mapping that blocks share, and from which one removes an entry": "in the first step",
-}
-"""What is refused by name, and why."""
 
 
 def page() -> str:
@@ -428,46 +417,48 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "# Families of models\n\nMade by `python tests/families.py`. Not edited by hand.\n"
     yield (
-        f"The tests train each of these {len(FAMILIES)} classes of transformers {transformers.__version__} out of core,"
-        " unmodified, with a tiny random\nconfiguration on a CPU in fp32. Losses, parameters and optimizer state of"
-        " three steps have the bits of a plain loop. Each is trained\n"
-    )
-    yield "* in memory, killed in the third step and resumed,"
-    yield "* on `meta` from its folder (`holdfast.pretrained(FOLDER)`),"
-    yield (
-        "* and written back by `holdfast convert RUN OUT --to huggingface`, from where its own class loads every"
-        " tensor.\n"
+        f"Tests train each of these {len(FAMILIES)} classes of transformers {transformers.__version__} out of core,"
+        " unmodified, with a tiny random configuration on a CPU in fp32: in memory, killed in the third step and"
+        " resumed; on `meta` from its folder (`holdfast.pretrained(FOLDER)`); and written back by"
+        " `holdfast convert RUN OUT --to huggingface`, from where its own class loads every tensor. Losses, parameters"
+        " and optimizer state of three steps have the bits of a plain loop. Embedding and head have separate weights;"
+        " [one that both share](fits.md#what-works-with-it) differs by the order of one sum. Not tried: these models on"
+        " a GPU.\n"
     )
     yield (
-        "Embedding and head have separate weights; [one that both share](fits.md#what-works-with-it) has the bits of a"
-        " plain loop but for the order\nof one sum. Not tried: these models on a GPU.\n"
-    )
-    yield (
-        'Where blocks are "found", leave `blocks=` of `holdfast.offload` out. Else give the list that is there. "One'
-        ' micro-batch":\nwith more, the gradients of a shared weight are summed in another order.\n'
+        "`holdfast.offload` finds the blocks, unless a list for `blocks=` stands here. *One micro-batch*: with more,"
+        " gradients of a shared weight are summed in another order.\n"
     )
     for kind in dict.fromkeys(family.kind for family in FAMILIES.values()):
-        yield f"## {kind}\n\n| class | blocks | |\n|---|---|---|"
-        for name, family in FAMILIES.items():
-            if family.kind == kind:
-                yield f"| `{name}` | {f'`{family.named}`' if family.named else 'found'} | {family.says} |"
-        yield ""
-    yield "## Experts one by one\n"
+        said = {name: (family.named, family.says) for name, family in FAMILIES.items() if family.kind == kind}
+        yield from _section(kind, said)
     yield (
+        "## Experts one by one\n\n"
         'With [`expert_slots`](fits.md#experts-one-by-one), frozen experts and `set_experts_implementation("eager")` '
-        "these have the bits of a plain loop, too:"
+        "these have the bits of a plain loop, too: " + ", ".join(f"`{name}`" for name in ONE_BY_ONE) + ".\n"
     )
-    yield ", ".join(f"`{name}`" for name in ONE_BY_ONE) + ".\n"
+    yield from _section("Diffusion transformers, of diffusers", DIFFUSION)
     yield (
-        "## Diffusion transformers\n\nOf diffusers, in a module of the script that computes the loss. Trained in"
-        " memory, killed and resumed with the bits of a plain loop;\n`save_pretrained` writes what"
-        " `model.load_state_dict(engine.state_dict())` has loaded.\n\n| class | blocks | |\n|---|---|---|"
+        "Tried in a module of the script that computes the loss, in memory, killed and resumed: the bits are those of a"
+        " plain loop; `save_pretrained` writes what `model.load_state_dict(engine.state_dict())` has loaded.\n"
     )
-    for name, (blocks, says) in DIFFUSION.items():
-        yield f"| `{name}` | {blocks} | {says} |"
-    yield "\n## Refused by name\n\n| | |\n|---|---|"
-    for what, why in REFUSED.items():
-        yield f"| {what} | {why} |"
+    yield (
+        "## Refused in the first step\n\nLayers that are called several times (ALBERT), and a mapping that blocks"
+        " share and from which one removes an entry. [Others](fits.md#what-works-with-it) before anything is written."
+    )
+
+
+def _section(kind: str, classes: dict[str, tuple[str, str]]) -> Iterator[str]:
+    """Yield a heading, the classes without a remark in one line, and each of the others in a line of its own."""
+    yield f"## {kind}\n"
+    plain = [name for name, remarks in classes.items() if not any(remarks)]
+    if plain:
+        yield ", ".join(f"`{name}`" for name in plain) + "\n"
+    others = {name: remarks for name, remarks in classes.items() if any(remarks)}
+    for name, (blocks, says) in others.items():
+        yield f"* `{name}`: " + "; ".join([f"`{blocks}`"] * bool(blocks) + [says] * bool(says))
+    if others:
+        yield ""
 
 
 if __name__ == "__main__":

@@ -418,13 +418,12 @@ def test_the_guides_script_is_stopped_and_ends_as_the_one_before(tmp_path, folde
 class Synced:
     """A DPO training in memory whose reference follows the model every second step, as ``sync_ref_model=True``."""
 
-    OPTIONS = {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.5}
-
     def __init__(self, folder, root, run=None, **options):
-        self.trainer = dpo(lambda plain: plain, folder, root / "out", **self.OPTIONS | options)
+        options |= {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.5}
+        self.trainer = dpo(lambda plain: plain, folder, root / "out", **options)
         if run is not None:
             self.trainer.ref_model.register_buffer("steps", torch.tensor(0))
-            attach(self.trainer, run, averages=self.trainer.ref_model, after_update=self.sync)
+            attach(self.trainer, run, base_every=2, averages=self.trainer.ref_model, after_update=self.sync)
 
     def sync(self):
         from trl.trainer.callbacks import SyncRefModelCallback

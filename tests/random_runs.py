@@ -30,6 +30,7 @@ import select
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -39,18 +40,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch._dynamo  # what an optimizer imports at its first step
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast
+from buckets import emptied
 from holdfast import checkpointer as checkpointer_module
 from holdfast import failpoints
+from holdfast.checkpoint import bucket_copy
 from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.recovery.run_recovery import state_at
@@ -76,6 +82,23 @@ from support.switching import copy_often, switch_often
 
 PATIENCE_SECONDS = 60.0
 POINTS = [*failpoints.NAMES, *failpoints.RECORDING, *failpoints.JOURNAL, "in_replay"]
+
+BUCKET = "s3://bucket/runs/a"
+
+
+@cache
+def served() -> str:
+    """The address of a server that speaks S3, in a process that ends with this one."""
+    serve = (
+        "import sys, buckets\nfor address in buckets.served(): print(address, flush=True); sys.stdin.read()"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert server.stdout is not None
+    return server.stdout.readline().strip()
+
 
 # The training
 
@@ -165,6 +188,8 @@ class Plan:
     drives: bool
     copies: bool
     seed: int
+    bucket: bool
+    """Whether the run is copied to a bucket."""
 
     @classmethod
     def of(cls, chance: random.Random) -> Plan:
@@ -181,6 +206,7 @@ class Plan:
         return cls(
             frozenset(kinds), frozenset(extras), chance.choice(sorted(OPTIMIZERS)), chance.choice([300, 1000, 4000]),
             chance.choice([1, 2, 3, 64]), chance.random() < 0.12, chance.random() < 0.5, chance.randrange(10**6),
+            chance.random() < 0.15 and all(find_spec(name) for name in ("moto", "obstore")),
         )  # fmt: skip
 
 
@@ -503,6 +529,8 @@ class History:
     """The states that a base, which the script asked for, has replaced: without that base a resume has them."""
     floor: int = -1
     """The newest durable step."""
+    bucket_floor: int = -1
+    """The newest step that the bucket was said to have."""
     ids: int = 0
     damaged: bool = False
     removed: bool = False
@@ -527,8 +555,11 @@ class History:
             self.refs[step] = [version for version in self.refs[step] if version.id == number]
         elif kind == "durable":
             self.floor = max(self.floor, *what)
+        elif kind == "in_bucket":
+            self.bucket_floor = max(self.bucket_floor, *what)
         elif kind == "may":
             self.floor = min(self.floor, *what)
+            self.bucket_floor = min(self.bucket_floor, *what)
         elif kind == "sound":
             [self.seems_whole] = what
         elif kind == "went":
@@ -540,6 +571,7 @@ class History:
             every = self.replaced.pop(step, []) + self.refs[step]
             self.refs[step] = [version for version in every if version.id == number]
             self.floor = step
+            self.bucket_floor = min(self.bucket_floor, step)
 
 
 def difference(a: Any, b: Any, way: str = "") -> list[str]:
@@ -568,6 +600,7 @@ def prepare(plan: Plan, place: Path) -> None:
     """Cut files small, as ``plan`` says, and have copies in memory below ``place``. In a process of its own."""
     snapshot_chunks.UNIT_BYTES, journal.GROUPS_PER_SEGMENT = plan.unit_bytes, plan.groups_per_segment
     checkpointer_module.BASE_BYTES_PER_STEP = 1
+    bucket_copy.SECONDS = 0.05
     shared_memory.MEMORY = place / "memory"
     shared_memory.MEMORY.mkdir(exist_ok=True)
     if plan.drives:
@@ -676,6 +709,8 @@ class Life:
             options["clip_norm"] = 0.2
         if chance.random() < 0.1:
             options["grace_seconds"] = chance.choice([0.001, 5.0])
+        if self.plan.bucket:
+            options["remote"] = BUCKET
         return options
 
     def make(self, shape: int, options: dict[str, Any], impl: dict[str, bool]) -> None:
@@ -808,6 +843,8 @@ class Life:
     def tell_durable(self) -> None:
         if self.ckpt.durable_step > self.past.floor:
             self.say("durable", self.ckpt.durable_step)
+        if self.ckpt.remote_durable_step > self.past.bucket_floor:
+            self.say("in_bucket", self.ckpt.remote_durable_step)
 
     # Acts
 
@@ -1058,7 +1095,8 @@ class Between:
     def main(self, what: str | None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         prepare(self.plan, self.place)
-        what = what or self.chance.choice(["verify", "compact", "prune", "state", "state", "source"])
+        acts = ["verify", "compact", "prune", "state", "state", "source", *["bucket"] * 5 * self.plan.bucket]
+        what = what or self.chance.choice(acts)
         with redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -1098,6 +1136,36 @@ class Between:
             now = training.state()
         texts = [difference(version.state, now) for version in versions]
         assert not all(texts), f"a run that begins from step {step} has another state: {texts}"
+
+    def do_bucket(self, out: io.StringIO) -> None:
+        """Begin another run from what the bucket has, as after the loss of the machine."""
+        past = self.past
+        for step, versions in [*past.refs.items(), *past.left.items()]:
+            past.replaced.setdefault(step, []).extend(versions)
+        shapes = {version.shape for versions in past.replaced.values() for version in versions}
+        other = self.place / "other"
+        for number, shape in enumerate(sorted(shapes)):
+            training = Training(self.plan, shape, {})
+            options: dict[str, Any] = {}
+            if training.averages is not None:
+                options = {"averages": training.averages, "after_update": training.after_update}
+            shutil.rmtree(other, ignore_errors=True)
+            try:
+                with Checkpointer(
+                    other, model=training.model, optimizer=training.optimizers, **training.things, **options
+                ) as ckpt:
+                    step, now = ckpt.resume(source=BUCKET), training.state()
+                break
+            except NoCommit as error:
+                assert past.bucket_floor < 0, f"the bucket had step {past.bucket_floor}: {error}"
+                return
+            except RunMismatch:
+                if number == len(shapes) - 1:
+                    raise
+        self.log("bucket", step, "of", past.bucket_floor)
+        assert step >= past.bucket_floor, f"the bucket had step {past.bucket_floor} and leads to step {step}"
+        texts = [difference(version.state, now) for version in past.replaced[step]]
+        assert not all(texts), f"what the bucket has of step {step} is another state: {texts}"
 
     def do_prune(self, out: io.StringIO) -> None:
         keep = Keep(last=self.chance.choice([1, 2]))
@@ -1253,6 +1321,13 @@ class Sequence:
         chance = random.Random(self.seed)
         plan = self.plan = Plan.of(chance)
         self.lines.append(f"seed {self.seed}: {plan}")
+        if plan.bucket:
+            with pytest.MonkeyPatch.context() as patch:
+                emptied(served(), patch)
+                return self._play(plan, chance)
+        return self._play(plan, chance)
+
+    def _play(self, plan: Plan, chance: random.Random) -> str:
         lives = chance.randint(2, 6)
         for number in range(lives):
             own = random.Random(f"{self.seed} {number}")

@@ -23,7 +23,7 @@ from transformers import (  # noqa: E402
 
 from holdfast.errors import BadInput, ModelNotSupported  # noqa: E402
 from holdfast.integrations.out_of_core.generation import EqualPasses, refuse_generation  # noqa: E402
-from holdfast.integrations.transformers import offloaded  # noqa: E402
+from holdfast.integrations.transformers import attach, offloaded  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
 from offloaded_script import logged  # noqa: E402
 from support.guides import Stopped, call, commands, run, scripts  # noqa: E402
@@ -413,3 +413,44 @@ def test_the_guides_script_is_stopped_and_ends_as_the_one_before(tmp_path, folde
     exported = load_file("ADAPTER/adapter_model.safetensors")
     assert exported.keys() == found.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in found.items())
+
+
+class Synced:
+    """A DPO training in memory whose reference follows the model every second step, as ``sync_ref_model=True``."""
+
+    def __init__(self, folder, root, run=None, **options):
+        options |= {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.5}
+        self.trainer = dpo(lambda plain: plain, folder, root / "out", **options)
+        if run is not None:
+            self.trainer.ref_model.register_buffer("steps", torch.tensor(0))
+            attach(self.trainer, run, base_every=2, averages=self.trainer.ref_model, after_update=self.sync)
+
+    def sync(self):
+        from trl.trainer.callbacks import SyncRefModelCallback
+
+        reference = self.trainer.ref_model
+        reference.steps += 1
+        if reference.steps % 2 == 0:
+            SyncRefModelCallback.sync_target_model(self.trainer.model, reference, 0.5)
+
+    def end(self, stop=None):
+        if stop is not None:
+            self.trainer.add_callback(stop)
+            with pytest.raises(Interrupted):
+                self.trainer.train()
+            return None
+        self.trainer.train()
+        models = self.trainer.model, self.trainer.ref_model
+        return [digest(dict(model.named_parameters())) for model in models]
+
+
+def test_a_reference_that_follows_the_model_is_refused_and_comes_back_as_an_average(tmp_path, folder):
+    """The refusal's advice gives the numbers of TRL's own way, and a resumed training has them too."""
+    with pytest.raises(BadInput, match=r"sync_ref_model=True .* averages=trainer\.ref_model, after_update="):
+        Synced(folder, tmp_path, tmp_path / "run", sync_ref_model=True).end()
+    assert not (tmp_path / "run").exists()
+    end = Synced(folder, tmp_path, sync_ref_model=True).end()
+    Synced(folder, tmp_path, tmp_path / "run").end(stop=Interrupt(3, "on_step_begin"))
+    assert Synced(folder, tmp_path, tmp_path / "run").end() == end
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    assert len({*end, digest(dict(base.named_parameters()))}) == 3

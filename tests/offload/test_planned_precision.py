@@ -9,6 +9,7 @@ import torch
 
 import holdfast
 from holdfast.cli.plan.placing import case_of
+from holdfast.measure.machine_probe import BlockTimes
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.setup import automatic_placement
 from holdfast.profiles import load_machine, load_model, to_toml
@@ -69,3 +70,14 @@ def test_a_model_without_times_is_measured_by_a_product_in_its_dtype(monkeypatch
     monkeypatch.setattr(torch, "ones", spied)
     times = automatic_placement._of_a_product(torch.device("cpu"), dtype)
     assert (times.precision, made) == (precision, [dtype])
+
+
+def test_a_kept_rate_of_another_precision_is_not_used(monkeypatch):
+    """A profile is kept for a machine, whose runs may compute in either."""
+    machine = replace(load_machine("cpu-2-core"), precision="fp32", device_flop_per_second=7e10)
+    found = BlockTimes(1.0, 3.0, 5e8, "a matrix product", "bf16")
+    monkeypatch.setattr(automatic_placement, "_of_a_product", lambda device, dtype: found)
+    cpu = torch.device("cpu")
+    assert automatic_placement.in_dtype(machine, cpu, torch.float32) == machine
+    other = automatic_placement.in_dtype(machine, cpu, torch.bfloat16)
+    assert (other.precision, other.device_flop_per_second) == ("bf16", 5e8)

@@ -40,7 +40,7 @@ class HoldfastCallback(TrainerCallback):
     ``memory`` and so on. Other callbacks are restored if they are ``ExportableState``. Not restored are further fields
     of a subclass of ``Trainer`` and, in mid-epoch, the generators of loader workers. The final loss is that of the
     whole run; the final rates divide all its steps by this process's time. Several processes must be those of
-    DistributedDataParallel, and their number must stay the same.
+    DistributedDataParallel or FSDP2.
     """
 
     def __init__(self, run: str | Path, *, exactness: Exactness = "state", **options: Any) -> None:
@@ -114,3 +114,9 @@ def _refuse(trainer: Trainer) -> None:
     for name in ("auto_find_batch_size", "ignore_data_skip"):
         if getattr(args, name):
             raise BadInput(f"{name}=True gives up the position in the data; leave it out")
+    if getattr(args, "sync_ref_model", False):  # of TRL
+        raise BadInput(
+            "sync_ref_model=True changes the reference model between steps, unseen by the run. Leave it out, and call"
+            " attach(trainer, RUN, averages=trainer.ref_model, after_update=sync) before train(), where sync() counts"
+            " steps in a buffer of the reference model and calls SyncRefModelCallback.sync_target_model when it is due."
+        )

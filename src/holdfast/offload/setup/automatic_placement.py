@@ -126,15 +126,17 @@ class Planner:
         ``ask`` makes the question from a machine and from work whose times are known. Raises ``DoesNotFit``.
         """
         say = self.say or tell
-        times = _times_or_none(parts, device, sample, loss_fn)
+        times, dtype = _times_or_none(parts, device, sample, loss_fn), parts.resident.dtype
         known = machine_at(
             nearest(Path(self.directory)),
             device.torch_device,
-            lambda seconds: _profile_times(times, work, device.torch_device, parts.resident.dtype),
+            lambda seconds: _profile_times(times, work, device.torch_device, dtype),
             say,
             0 if has_commits(Path(self.directory)) else least_bytes(work),
         )
         machine = sped_up(within(known.profile, self.limits), self.speed_up)
+        if times is None:  # else the profile's rate cancels out
+            machine = in_dtype(machine, device.torch_device, dtype)
         question = ask(machine, work if times is None else with_times(work, times, machine))
         found = answer(question)
         choice, shape = found.best, found.best.shape
@@ -218,6 +220,14 @@ def sped_up(machine: MachineProfile, factor: float) -> MachineProfile:
         ssd_write_bytes_per_second=int(machine.ssd_write_bytes_per_second * factor),
         ssd_mixed_bytes_per_second=mixed and int(mixed * factor),
     )
+
+
+def in_dtype(machine: MachineProfile, device: torch.device, dtype: torch.dtype) -> MachineProfile:
+    """Return ``machine`` with the rate of its device in ``dtype``, measured now if the known one is of another."""
+    if machine.precision == precision_of(dtype):
+        return machine
+    found = _of_a_product(device, dtype)
+    return replace(machine, device_flop_per_second=found.flop_per_second, precision=found.precision)
 
 
 def _times_or_none(

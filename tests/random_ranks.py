@@ -182,6 +182,8 @@ class Rank:
             assert "memory" in str(error), error
             self.say("log", f"refused: {error}")
             self.ckpt = self.make(**{k: v for k, v in order.options.items() if k != "memory"})
+        if order.ask:
+            self.say("may", *order.ask.values())
         try:
             done = self.ckpt.resume(**order.ask)
         except NoCommit as error:
@@ -604,9 +606,8 @@ def play(seed: int) -> tuple[Sequence, str]:
         sequence = Sequence(seed, place)
         wrong = sequence.play()
         if wrong and os.environ.get("RANDOM_RUNS_KEEP"):
-            shutil.copytree(
-                place, Path(os.environ["RANDOM_RUNS_KEEP"]) / str(seed), symlinks=True, dirs_exist_ok=True
-            )
+            keep, sockets = Path(os.environ["RANDOM_RUNS_KEEP"]) / str(seed), shutil.ignore_patterns("socket")
+            shutil.copytree(place, keep, symlinks=True, ignore=sockets, dirs_exist_ok=True)
         return sequence, wrong
 
 

@@ -22,6 +22,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -43,7 +44,7 @@ from holdfast.checkpoint.nodes.local_disks import LocalDisks
 from holdfast.checkpoint.replica import replica_client, replica_process
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli import inspect as cli_inspect
-from holdfast.errors import BadInput, NoCommit
+from holdfast.errors import BadInput, NoCommit, RankFailed
 from holdfast.store.commit.retention import Keep
 from random_runs import POINTS, delays, difference, in_child, prepare, somewhere
 from support.switching import copy_often, switch_often
@@ -66,6 +67,7 @@ class Plan:
     groups_per_segment: int
     drives: bool
     nodes: bool
+    replica: bool
     copies: bool
     scaler: bool
     best: bool
@@ -74,12 +76,12 @@ class Plan:
 
     @classmethod
     def of(cls, chance: random.Random) -> Plan:
-        place = chance.random()
+        place, codec = chance.random(), chance.choice([None, None, None, None, ("topk", 0.2), ("int8", 16)])
+        has_replica = 0.12 < place < 0.4
         return cls(
-            chance.choice([100, 300, 2000]), chance.choice([1, 2, 3, 64]), place < 0.12, place > 0.75,
-            chance.random() < 0.5, chance.random() < 0.3, chance.random() < 0.25,
-            chance.choice([None, None, None, None, ("topk", 0.2), ("int8", 16)]),
-            chance.choice(["adamw", "sgd"]),
+            chance.choice([100, 300, 2000]), chance.choice([1, 2, 3, 64]), place < 0.12, place > 0.75, has_replica,
+            chance.random() < 0.5, chance.random() < 0.3, chance.random() < 0.25 and not has_replica,
+            None if has_replica else codec, chance.choice(["adamw", "sgd"]),
         )  # fmt: skip
 
 
@@ -176,21 +178,7 @@ class Rank:
         if self.plan.scaler:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         torch.manual_seed(100 + self.rank)
-        try:
-            self.ckpt = self.make(**order.options)
-        except BadInput as error:
-            assert "memory" in str(error), error
-            self.say("log", f"refused: {error}")
-            self.ckpt = self.make(**{k: v for k, v in order.options.items() if k != "memory"})
-        if order.ask:
-            self.say("may", *order.ask.values())
-        try:
-            done = self.ckpt.resume(**order.ask)
-        except NoCommit as error:
-            assert order.ask, error
-            self.say("log", f"no commit: {error}")
-            self.ckpt = self.make(**order.options)
-            done = self.ckpt.resume()
+        done = self.resume(dict(order.options), order.ask)
         self.say("went", done, self.state())
         self.tell_durable()
         with self.ckpt:
@@ -200,8 +188,26 @@ class Rank:
             self.at = len(order.ops)
         self.say("durable", self.ckpt.steps_done, self.ckpt.steps_done)
 
+    def resume(self, options: dict[str, Any], ask: dict[str, int]) -> int:
+        """Begin with what is asked for, or with what a refusal says."""
+        while True:
+            try:
+                self.ckpt = self.make(**options)
+                if ask:
+                    self.say("may", *ask.values())
+                return self.ckpt.resume(**ask)
+            except (BadInput, NoCommit, RankFailed) as error:
+                text = f"{type(error).__name__}: {error}"
+                self.say("log", f"refused: {text}")
+                if "NoCommit: " in text and ask:
+                    ask = {}
+                elif without := re.search(r"call resume\(step=(\d+)\) to go on without", text):
+                    ask = {"step": int(without[1])}
+                elif "memory =" not in text or options.pop("memory", None) is None:
+                    raise
+
     def state(self) -> dict[str, Any]:
-        """Digests of everything that a resume has to bring back: what all ranks have in common, and the rest."""
+        """Return digests of everything that a resume has to bring back: what all ranks have in common, and the rest."""
         common = {name: digest(value) for name, value in whole_tensors(self.model, self.optimizer).items()}
         common["schedule"] = digest(self.schedule.state_dict())
         common["groups"] = digest(
@@ -288,7 +294,7 @@ def options_of(chance: random.Random, plan: Plan, place: Path) -> dict[str, Any]
     keep: dict[str, Any] = {"last": chance.choice([1, 1, 2, 3])}
     if chance.random() < 0.2:
         keep["every"] = chance.choice([2, 5])
-    has_replica = not (plan.nodes or plan.drives or plan.best or plan.codec) and chance.random() < 0.3
+    has_replica = plan.replica and chance.random() < 0.85
     every = 1 if plan.codec or has_replica else chance.choice([1, 1, 1, 1, 2, 3, "auto"])
     if plan.best:
         keep |= {"best": 2, "metric": "m", "mode": "min"}
@@ -449,6 +455,7 @@ class Sequence:
         return ""
 
     def errors(self) -> str:
+        """Return what the ranks of the last life wrote to standard error."""
         files = sorted(self.place.glob(f"errors-{self.lives - 1}-*"))
         return "\n".join(f"{path.name}: {path.read_text()[-6000:]}" for path in files)
 
@@ -528,6 +535,9 @@ class Sequence:
     def judge(self, order: Order, codes: list[int], fired: bool, last: list[list[Any]]) -> None:
         """Tell whether the ranks ended as they may."""
         how = order.end["how"]
+        if 1 in codes and "in _new_group_with_tag" in self.errors():
+            self.lines.append("gloo waits for a rank that ended while a group was made")
+            return
         if 1 in codes:
             raise Wrong("a rank hung")
         died = any(codes)

@@ -48,6 +48,16 @@ def test_a_lost_nodes_share_comes_from_its_partner(world, undisturbed, tmp_path)
     assert found["tiers"] == tiers and found["step"] == 8
 
 
+def test_a_lost_nodes_share_comes_from_a_node_with_more_ranks(world, tmp_path):
+    """One of the two ranks there keeps no copies, and answers nobody."""
+    nodes = [0, 0, 1, 2]
+    before = cut(world, tmp_path, nodes=nodes)
+    shutil.rmtree(tmp_path / "run-2")
+    said = goes_on(world, tmp_path, nodes=nodes, deadline_seconds=20)
+    assert {each["resumed"] for each in said} == {8}
+    assert said[0]["digests"]["8"] == before[0]["digests"]["8"]
+
+
 def test_nothing_lost_needs_no_new_base(world, tmp_path):
     goes_on(world, tmp_path, steps=6)
     before = RunReader(tmp_path / "run-1").commits()

@@ -35,6 +35,14 @@ def test_two_ranks_that_are_killed_come_back_from_what_they_touched(world, tmp_p
     assert after[0]["digests"][str(STEPS)] == before[0]["digests"][str(STEPS)]
 
 
+def test_ranks_that_hold_nothing_of_a_parameter_are_killed_and_come_back(world, tmp_path):
+    """Two of four have no row of a stack of two experts, and one of them alone stores that."""
+    before = world.run(4, root=tmp_path, kind="fsdp", steps=STEPS, experts=2, killed=True)
+    after = ended(world.run(4, root=tmp_path, kind="fsdp", steps=STEPS, experts=2))
+    assert {said["resumed"] for said in after} == {STEPS}
+    assert after[0]["digests"][str(STEPS)] == before[0]["digests"][str(STEPS)]
+
+
 def test_experts_without_a_token_on_any_rank_of_ddp_take_nothing(world, tmp_path):
     """Parameters are stored by one rank each, so the records of both together take what was touched."""
     before = world.run(2, root=tmp_path, kind="ddp", steps=STEPS, killed=True)

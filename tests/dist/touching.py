@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint.touching import Touching, batch, dense_bytes, touched_bytes
+from checkpoint.touching import EXPERTS, WORDS, Touching, batch, dense_bytes, touched_bytes
 from dist.training import whole_state
 from holdfast.checkpointer import Checkpointer
 
@@ -28,12 +28,13 @@ def main(
     kind: str,
     steps: int,
     killed: bool = False,
+    experts: int = EXPERTS,
 ) -> None:
     """Train to ``steps``, each of which is durable before the next; ``killed`` ranks end there without a word."""
     if world_size > 1 or kind == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    plain = Touching()
+    plain = Touching(WORDS, experts)
     model: nn.Module = plain
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (world_size,))

@@ -234,14 +234,15 @@ class ReplayRecord:
     """The part of a log record that a replay uses; ``about`` is the record's JSON.
 
     ``skipped`` names parameters that stay as they are: their loaded values are of a later step, or other records have
-    them. ``held`` names the parameters that the record's rank stores (None: all). ``spreads`` holds, by update, buffers
-    that the next record reuses.
+    them. ``held`` names the parameters that the record's rank stores (None: all), and ``shapes`` has their shapes there
+    where these are others here. ``spreads`` holds, by update, buffers that the next record reuses.
     """
 
     about: dict[str, Any]
     parts: Sequence[memoryview]
     skipped: Collection[str] = ()
     held: Collection[str] | None = None
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     spreads: dict[int, codecs.Spreads] = field(default_factory=dict)
 
 
@@ -299,7 +300,10 @@ def _gradients(
 ) -> dict[str, torch.Tensor]:
     """Return by parameter the gradients that update ``number`` consumed and this record provides."""
     update = record.about["updates"][number]
-    stored = {name: p for name, p in parameters.items() if record.held is None or name in record.held}
+    held = parameters.keys() if record.held is None else record.held
+    stored = {name: local_of(p.detach()) for name, p in parameters.items() if name in held}
+    for name in record.shapes.keys() & stored.keys():  # of which only the form is of use
+        stored[name] = stored[name].new_empty(()).expand(*record.shapes[name])
     spreads = record.spreads.setdefault(number, {})
     grads = codecs.decode(update, record.parts[update["part"]], stored, spreads)
     return {name: grad for name, grad in grads.items() if name not in record.skipped}

@@ -94,8 +94,14 @@ class NodeLayout:
         return tuple(each for each in everyone if self.partner_of(each) == rank)
 
     def server_of(self, place: int, rank: int) -> int:
-        """Return the rank at ``place`` that reads files for ``rank``, so that many readers share the work."""
-        there = self.ranks[place]
+        """Return the rank at ``place`` that reads files for ``rank``, so that many readers share the work.
+
+        Only ranks that keep copies answer requests: where a node has more ranks than the one before it, not all do.
+
+        >>> NodeLayout(((0, 1), (2,), (3,))).server_of(0, 3)
+        0
+        """
+        there = [each for each in self.ranks[place] if self.copied_by(each)]
         return there[rank % len(there)]
 
 

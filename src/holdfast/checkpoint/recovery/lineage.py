@@ -554,6 +554,9 @@ class _Taking:
         self.share, self.owners, self.later = share, owners, share.later_rows(owners)
         self._state = state
         self._loaded = share.steps_loaded
+        # equal regions are stored once, empty ones too, by a rank whose other regions may not be those of this one
+        boxes = state.boxes
+        self._shapes = {name: box.shape for name, box in share.boxes.items() if boxes.get(name, box) != box}
         # in the writer's order; a fingerprint can be compared only where all parameters are taken
         names = share.boxes if share.boxes.keys() <= owners else ()
         self._compared = [state.parameter(name) for name in names]
@@ -566,7 +569,9 @@ class _Taking:
     def of(self, record: StoredRecord, parts: Sequence[memoryview]) -> ReplayRecord:
         """Return the part of ``record`` that the replay takes."""
         skipped = {o for o, at in self._loaded.items() if at >= record.step or o not in self.owners}
-        return ReplayRecord(record.about, parts, skipped, self.share.boxes.keys(), self._spreads)
+        return ReplayRecord(
+            record.about, parts, skipped, self.share.boxes.keys(), self._shapes, self._spreads
+        )
 
     def follows_another(self, record: StoredRecord) -> bool:
         """Return whether ``record`` says that it follows another state than the present one."""

@@ -390,3 +390,17 @@ def test_what_the_callback_is_given_comes_back_beside_lightnings_averages(tmp_pa
     with pytest.raises(Interrupted):
         script(tmp_path / "run", Interrupts(7))
     assert script(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_an_epoch_that_a_limit_ends_has_no_further_batch(tmp_path, epochs, accumulated):
+    """Of five batches three are trained from. Interrupted exactly between two epochs."""
+
+    def limited():
+        return Net(), [], {"limit_train_batches": 3, "accumulate_grad_batches": accumulated}
+
+    whole = fit(limited, tmp_path)
+    with pytest.raises(Interrupted):
+        fit(limited, tmp_path, tmp_path / "run", after=3 * epochs)
+    assert fit(limited, tmp_path, tmp_path / "run") == whole

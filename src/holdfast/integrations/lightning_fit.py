@@ -300,7 +300,8 @@ class Fit:
             self._found = found
             return
         self.place.set_epoch(self._trainer.fit_loop.epoch_progress.current.processed)
-        self.place.load(state, self.random)
+        # limit_train_batches= may end the epoch where the loader has more
+        self.place.load(state, self.random, self._trainer.fit_loop._combined_loader.limits[0])
         self._has_place = True
 
     # The loader's interface for the checkpointer

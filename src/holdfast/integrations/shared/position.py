@@ -9,6 +9,7 @@ batch sizes are refused. Called by the integrations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -48,6 +49,8 @@ class LoaderPlace:
         self._restored: dict[str, Any] | None = None
         """The place of the run, until its epoch continues."""
         self._random: dict[str, Any] = {}
+        self._is_over = False
+        """True if the epoch that continues has no further batch."""
 
     def state(self, count: int) -> dict[str, Any]:
         """Return the place after ``count`` batches of the current epoch; 0 also if no epoch has begun."""
@@ -74,12 +77,16 @@ class LoaderPlace:
         there = self._of_other_ranks(state)
         return state["count"] if there is None else self._epoch_batches().count_of(there, state["count"])
 
-    def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
-        """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
+    def load(self, state: dict[str, Any], random: dict[str, Any], most: float = math.inf) -> None:
+        """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there.
+
+        An epoch of which all ``most`` batches are done has no further batch.
+        """
         self._order.seed = state["seed"]
         self._begun, self._random = state["begun"], random
         if self._of_other_ranks(state) is not None:  # whose next batch was another
             state = {**state, "count": self.count_of(state), "pending": None}
+        self._is_over = state["count"] >= most
         self._restored = state if self._begun is not None else None
 
     def leave(self) -> None:
@@ -105,7 +112,8 @@ class LoaderPlace:
             self._begun = self._order.now()
             return
         pending = [found["pending"]] if found["pending"] is not None else []
-        self._watched.replay_generators(found["count"], [*pending, self._random], pass_over=True)
+        states = [self._random] if self._is_over else [*pending, self._random]
+        self._watched.replay_generators(found["count"], states, pass_over=True, ends=self._is_over)
         self._order.put_back(found["begun"])
 
     def _pending(self, count: int) -> dict[str, Any] | None:
@@ -274,23 +282,28 @@ class WatchedBatches:
         """The number, in its epoch, of the last requested batch, and the generators before it."""
         self._first = 0
         self._states: list[dict[str, Any]] = []
-        self._pass_over = False
+        self._pass_over = self._ends = False
 
-    def replay_generators(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
+    def replay_generators(
+        self, first: int, states: list[dict[str, Any]], pass_over: bool = False, ends: bool = False
+    ) -> None:
         """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
 
-        With ``pass_over`` earlier batches are skipped.
+        With ``pass_over`` earlier batches are skipped. With ``ends`` there is no batch ``first``.
         """
-        self._first, self._states, self._pass_over = first, states, pass_over
+        self._first, self._states, self._pass_over, self._ends = first, states, pass_over, ends
 
     def __iter__(self) -> Iterator[Any]:
         self.begins()
         first, states, self._first, self._states = self._first, self._states, 0, []
         pass_over, self._pass_over = self._pass_over, False
+        ends, self._ends = self._ends, False
         batches = iter(self.inner)
         for number in count():
             if number >= first and states:
                 restore_random_state(states.pop(0))
+                if ends:
+                    return
             before = random_state() if number >= first else {}
             try:
                 batch = next(batches)

@@ -53,7 +53,9 @@ def _of_run(reader: RunReader, step: int, timeline: int | None) -> Source:
     for ref in line:
         if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
             return CommitSource(reader, manifest)
-    if all(ref.step > step for ref in line):
+    is_commit = any(ref.step == step for ref in line)
+    has_records = bool(reader.disk.listdir("journal"))  # a run of offload has none
+    if all(ref.step > step for ref in line) or not (is_commit or has_records):
         return CommitSource(reader, reader.at(step, timeline))  # where it is nowhere, this raises
     return _replayed(reader, step, timeline)
 

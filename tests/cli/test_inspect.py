@@ -203,9 +203,10 @@ def test_what_is_not_a_run_is_refused_in_one_line(tmp_path, holdfast, verb):
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", ["show", "verify"])
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, holdfast, verb):
-    result = holdfast(verb, f"{run}@7")
+@pytest.mark.parametrize("verb", ["show", "verify", "diff", "convert"])
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, tmp_path, holdfast, verb):
+    more = {"diff": [run], "convert": [tmp_path / "out.pt", "--to", "torch"]}.get(verb, [])
+    result = holdfast(verb, f"{run}@7", *more)
     assert result.code == 2
     assert "has no step 7. It has: 2, 3." in result.err
 

@@ -86,6 +86,7 @@ class ConvertOptions:
 def convert(source: str, destination: Path, how: ConvertOptions, *, as_json: bool) -> None:
     """Write ``source`` to ``destination``, and print what that took."""
     _refuse(destination, how)
+    named = how.to
     if how.to == "peft":
         how = replace(how, to="huggingface", model=how.model or _kept_adapter(source))
         _refuse_no_adapter(how.model)
@@ -106,7 +107,7 @@ def convert(source: str, destination: Path, how: ConvertOptions, *, as_json: boo
     export.finish(destination)
     about |= {
         "unread": list(opened.unread),
-        "format": to,
+        "format": named,
         "from": opened.format,
         "bytes": sum(os.path.getsize(path) for path in about["files"]),
         "seconds": time.perf_counter() - began,

@@ -112,7 +112,8 @@ def _ends(names: list[str]) -> list[str]:
 
 def adapted(model: nn.Module, config: Any, name: str) -> Any:
     """Return ``model`` as PEFT adapts it, in place, with the adapter ``name`` of PEFT's configuration ``config``."""
-    with warnings.catch_warnings():  # what PEFT corrects by itself
+    with warnings.catch_warnings():  # what PEFT corrects by itself, and what it uses of transformers
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated")
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         return peft_for("lora.rank").get_peft_model(model, config, adapter_name=name)

@@ -169,6 +169,7 @@ class Rank:
         order, size = self.order, self.order.world_size
         rendezvous = f"file://{self.place}/rendezvous-{order.number}"
         dist.init_process_group("gloo", init_method=rendezvous, rank=self.rank, world_size=size)
+        self.say("log", "joined")
         self.model = wrapped(order.kind, size)
         make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self.plan.optimizer]
         more = {"momentum": 0.9} if self.plan.optimizer == "sgd" else {}
@@ -327,9 +328,10 @@ def end_of(chance: random.Random, options: dict[str, Any], plan: Plan, size: int
     elif how == "raise":
         end["at"] = chance.randrange(ops)
     elif how != "close":  # once a rank has said so many lines, after some time
-        end |= {"lines": chance.choice([0, chance.randrange(3 * ops)]), "seconds": chance.uniform(0, 0.05)}
-        if not end["lines"]:
-            end["seconds"] = chance.uniform(0, 1.0)
+        lines = chance.choice(
+            [1, chance.randint(2, 3 * ops)]
+        )  # the first is of a rank that has joined the others
+        end |= {"lines": lines, "seconds": chance.uniform(0, 0.05 if lines > 1 else 1.0)}
     return end
 
 
@@ -535,7 +537,7 @@ class Sequence:
     def judge(self, order: Order, codes: list[int], fired: bool, last: list[list[Any]]) -> None:
         """Tell whether the ranks ended as they may."""
         how = order.end["how"]
-        if 1 in codes and "in _new_group_with_tag" in self.errors():
+        if 1 in codes and "in _new_process_group_helper" in self.errors():
             self.lines.append("gloo waits for a rank that ended while a group was made")
             return
         if 1 in codes:

@@ -108,6 +108,17 @@ def test_a_gradient_made_dense_that_one_rank_has_no_room_for_is_followed_by_a_ba
     assert again[0]["resumed"] == 6 and again[0]["digests"]["6"] == ranks[0]["digests"]["6"]
 
 
+def test_residuals_for_which_memory_has_no_room_are_in_bases_that_all_ranks_wait_for(world, tmp_path):
+    """They are copied at the end of one step, which none of the ranks can do beside training."""
+    options = {"kind": "ddp", "root": tmp_path, "codec": INT8, "deadline_seconds": 20}
+    whole = ended(world.run(2, steps=9, memory=30_000, base_every=3, **options))
+    again = ended(world.run(2, steps=9, resume={"before": 9, "exactness": "continuation"}, **options))
+    step = again[0]["resumed"]
+    assert 0 < step < 9, "there was no base, or only that at the end"
+    for one, other in zip(whole, again, strict=True):
+        assert other["losses"] == one["losses"][step:]
+
+
 def test_topk_refuses_a_hook_of_the_script(world, tmp_path):
     said = world.run(2, root=tmp_path / "run", steps=3, kind="ddp", codec=("topk", 0.3), spoilt="by a hook")
     for each in said:

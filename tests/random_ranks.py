@@ -191,6 +191,7 @@ class Rank:
 
     def resume(self, options: dict[str, Any], ask: dict[str, int]) -> int:
         """Begin with what is asked for, or with what a refusal says."""
+        until = time.monotonic() + 2 * DEADLINE_SECONDS
         while True:
             try:
                 self.ckpt = self.make(**options)
@@ -199,6 +200,11 @@ class Rank:
                 return self.ckpt.resume(**ask)
             except (BadInput, NoCommit, RankFailed) as error:
                 text = f"{type(error).__name__}: {error}"
+                if (
+                    "RunLocked: " in text and time.monotonic() < until
+                ):  # replicas without trainers make a base
+                    time.sleep(0.2)
+                    continue
                 self.say("log", f"refused: {text}")
                 if "NoCommit: " in text and ask:
                     ask = {}

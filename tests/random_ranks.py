@@ -442,6 +442,7 @@ class Sequence:
         self.seed, self.place, self.lines = seed, place, list[str]()
         self.past, self.lives, self.kills = History(), 0, 0
         self.nodes: list[int] = []
+        self.kind = ""
         self.is_whole = True
         """False while a node may lack what only its partner has."""
 
@@ -474,9 +475,9 @@ class Sequence:
             nodes = list(range(size))
             if plan.nodes and size > 2 and chance.random() < 0.4:
                 nodes = [0, *sorted(chance.choice([0, 1]) for _ in range(size - 2)), 2]
-            if plan.nodes and not {*self.nodes} <= {*nodes}:
-                self.is_whole = False
-            self.nodes = nodes
+            gone = {*self.nodes} - {*nodes} if plan.nodes else set()
+            if len(gone) < 2:  # what two nodes had may be nowhere else
+                self.is_whole, self.nodes = self.is_whole and not gone, nodes
         options = options_of(chance, plan, self.place)
         ops = operations(chance, plan, len(self.nodes), 3 if is_last else chance.randint(2, 14))
         steps = sorted(self.past.refs)
@@ -484,8 +485,9 @@ class Sequence:
         end = {"how": "close", "who": []}
         if not is_last:
             end = end_of(chance, options, plan, len(self.nodes), len(ops))
-        kind = chance.choice(["ddp", "fsdp", "plain"])
-        return Order(number, kind, self.nodes, options, ask, ops, end, chance.random() < 0.3)
+        if not self.kind or chance.random() < 0.4:  # what is kept in memory is of use to the same parallelism
+            self.kind = chance.choice(["ddp", "fsdp", "plain"])
+        return Order(number, self.kind, self.nodes, options, ask, ops, end, chance.random() < 0.3)
 
     def live(self, order: Order) -> None:
         self.lines.append(

@@ -73,6 +73,13 @@ def test_compressed_records_are_replayed_under_another_parallelism(world, tmp_pa
     assert int(step) > 0 and after[0]["digests"][step] == before[0]["digests"][step]
 
 
+def test_residuals_of_each_rank_of_a_hook_are_not_those_of_ranks_without_it(world, tmp_path):
+    """Those would add unlike residuals to like gradients, and no longer hold the same: residuals begin at zero."""
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=5, codec=TOPK))
+    after = ended(world.run(2, kind="plain", root=tmp_path, steps=5, codec=TOPK))
+    assert {(said["resumed"], said["exactness"]) for said in after} == {(5, "state")}
+
+
 def test_two_ranks_record_no_more_than_three_halves_of_a_percent(world, tmp_path):
     """Of Adam's whole state, both together, and neither more than it would by itself."""
     width = 30_000

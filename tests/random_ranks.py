@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import io
 import json
 import os
@@ -25,7 +24,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -37,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import random_runs
 from dist.training import CODECS, Forked, whole_tensors, wrapped
 from dist.world import use_one_gloo_thread
 from holdfast import failpoints
@@ -46,7 +45,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.cli import inspect as cli_inspect
 from holdfast.errors import BadInput, NoCommit, RankFailed
 from holdfast.store.commit.retention import Keep
-from random_runs import POINTS, delays, difference, in_child, prepare, somewhere
+from random_runs import POINTS, delays, difference, in_child, prepare
 from support.switching import copy_often, switch_often
 from support.warm_python import PR_SET_CHILD_SUBREAPER
 from survive_run import digest
@@ -448,6 +447,8 @@ class Sequence:
 
     def play(self) -> str:
         """Returns what was wrong, or nothing."""
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # of replicas that outlive their ranks
         chance = random.Random(self.seed)
         self.plan = Plan.of(chance)
         self.lines.append(f"seed {self.seed}: {self.plan}")
@@ -618,46 +619,10 @@ ENDED = (
 """Errors by which a rank ends where another has."""
 
 
-def play(seed: int) -> tuple[Sequence, str]:
-    """Play the sequence of ``seed``. Returns what was wrong, or nothing."""
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with somewhere() as place:
-        sequence = Sequence(seed, place)
-        wrong = sequence.play()
-        if wrong and os.environ.get("RANDOM_RUNS_KEEP"):
-            keep, sockets = Path(os.environ["RANDOM_RUNS_KEEP"]) / str(seed), shutil.ignore_patterns("socket")
-            shutil.copytree(place, keep, symlinks=True, ignore=sockets, dirs_exist_ok=True)
-        return sequence, wrong
-
-
 def play_some(first: int, last: int) -> list[str]:
     """Play the sequences of some seeds. Returns the operations of each that went wrong, and what was wrong."""
-    every = [play(seed) for seed in range(first, last)]
-    return ["\n".join([*sequence.lines, wrong]) for sequence, wrong in every if wrong]
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # a collection in a child need not go through what is here
-    first, last = int(sys.argv[1]), int(sys.argv[2])
-    most = int(sys.argv[3]) if sys.argv[3:] else 1
-    lives = kills = failures = 0
-    started = time.monotonic()
-    for seed in range(first, last):
-        sequence, wrong = play(seed)
-        lives, kills = lives + sequence.lives, kills + sequence.kills
-        if not seed % 10:
-            print(seed, lives, kills, f"{time.monotonic() - started:.0f} s", flush=True)
-        if wrong:
-            failures += 1
-            print("\n".join(line[:700] for line in sequence.lines))
-            print(f"SEED {seed}\n{wrong}\n", flush=True)
-            if failures == most:
-                break
-    seconds = time.monotonic() - started
-    print(f"{seed - first + 1} sequences, {lives} lives, {kills} kills, {failures} failures, {seconds:.0f} s")
+    return random_runs.play_some(first, last, Sequence)
 
 
 if __name__ == "__main__":
-    main()
+    random_runs.main(Sequence)

@@ -589,7 +589,9 @@ class Sequence:
                 except (NoCommit, BadInput) as error:
                     assert past.floor < 0, f"{type(error).__name__}: {error}"
                 else:
-                    assert sound, out.getvalue()
+                    # a kill may cut in two the write of a record, whose payload then fails
+                    cut = re.search(r"record of step .*Step (\d+) is the newest that can be", out.getvalue())
+                    assert sound or (cut and int(cut[1]) >= past.floor), out.getvalue()
 
         outcome = in_child(verify, lambda *_: None, None)
         if outcome.failure or not outcome.ended:

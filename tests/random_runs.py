@@ -1435,23 +1435,24 @@ def somewhere() -> Iterator[Path]:
         shutil.rmtree(place)
 
 
-def play(seed: int) -> tuple[Sequence, str]:
+def play(seed: int, kind: Callable[[int, Path], Any] = Sequence) -> tuple[Any, str]:
     """Play the sequence of ``seed``. Returns what was wrong, or nothing."""
     with somewhere() as place:
-        sequence = Sequence(seed, place)
+        sequence = kind(seed, place)
         wrong = sequence.play()
         if wrong and os.environ.get("RANDOM_RUNS_KEEP"):
-            shutil.copytree(place, Path(os.environ["RANDOM_RUNS_KEEP"]) / str(seed), symlinks=True)
+            keep = Path(os.environ["RANDOM_RUNS_KEEP"]) / str(seed)
+            shutil.copytree(place, keep, symlinks=True, ignore=shutil.ignore_patterns("socket"))
         return sequence, wrong
 
 
-def play_some(first: int, last: int) -> list[str]:
+def play_some(first: int, last: int, kind: Callable[[int, Path], Any] = Sequence) -> list[str]:
     """Play the sequences of some seeds. Returns the operations of each that went wrong, and what was wrong."""
-    every = [play(seed) for seed in range(first, last)]
+    every = [play(seed, kind) for seed in range(first, last)]
     return ["\n".join([*sequence.lines, wrong]) for sequence, wrong in every if wrong]
 
 
-def main() -> None:
+def main(kind: Callable[[int, Path], Any] = Sequence) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # a collection in a child need not go through what is here
     first, last = int(sys.argv[1]), int(sys.argv[2])
@@ -1459,7 +1460,7 @@ def main() -> None:
     lives = kills = failures = 0
     started = time.monotonic()
     for seed in range(first, last):
-        sequence, wrong = play(seed)
+        sequence, wrong = play(seed, kind)
         lives, kills = lives + sequence.lives, kills + sequence.kills
         if not seed % 20:
             print(seed, lives, kills, flush=True)

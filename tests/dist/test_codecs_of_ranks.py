@@ -73,6 +73,13 @@ def test_compressed_records_are_replayed_under_another_parallelism(world, tmp_pa
     assert int(step) > 0 and after[0]["digests"][step] == before[0]["digests"][step]
 
 
+def test_residuals_of_each_rank_of_a_hook_are_not_those_of_ranks_without_it(world, tmp_path):
+    """Those would add unlike residuals to like gradients, and no longer hold the same: residuals begin at zero."""
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=5, codec=TOPK))
+    after = ended(world.run(2, kind="plain", root=tmp_path, steps=5, codec=TOPK))
+    assert {(said["resumed"], said["exactness"]) for said in after} == {(5, "state")}
+
+
 def test_two_ranks_record_no_more_than_three_halves_of_a_percent(world, tmp_path):
     """Of Adam's whole state, both together, and neither more than it would by itself."""
     width = 30_000
@@ -106,6 +113,17 @@ def test_a_gradient_made_dense_that_one_rank_has_no_room_for_is_followed_by_a_ba
     assert sorted(said["lost"] > 0 for said in ranks) == [False, True]
     again = ended(world.run(2, steps=6, **options))
     assert again[0]["resumed"] == 6 and again[0]["digests"]["6"] == ranks[0]["digests"]["6"]
+
+
+def test_residuals_for_which_memory_has_no_room_are_in_bases_that_all_ranks_wait_for(world, tmp_path):
+    """They are copied at the end of one step, which none of the ranks can do beside training."""
+    options = {"kind": "ddp", "root": tmp_path, "codec": INT8, "deadline_seconds": 20}
+    whole = ended(world.run(2, steps=9, memory=30_000, base_every=3, **options))
+    again = ended(world.run(2, steps=9, resume={"before": 9, "exactness": "continuation"}, **options))
+    step = again[0]["resumed"]
+    assert 0 < step < 9, "there was no base, or only that at the end"
+    for one, other in zip(whole, again, strict=True):
+        assert other["losses"] == one["losses"][step:]
 
 
 def test_topk_refuses_a_hook_of_the_script(world, tmp_path):

@@ -383,7 +383,8 @@ class _Search:
         if is_approximate and not self.ranks.alone:  # copies replayed on different processors differ
             broadcast_missing_state(self.state, self.ranks)
         own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
-        lost = line.residuals_lost or (own_residuals and len(line.chains) != self.ranks.world_size)
+        belong_here = self.state.own_residuals and len(line.chains) == self.ranks.world_size
+        lost = line.residuals_lost or (own_residuals and not belong_here)
         if lost or line.residuals_dropped:
             self.state.forget_residuals()
         progress = line.progress(rank)

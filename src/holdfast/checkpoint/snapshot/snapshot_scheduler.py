@@ -566,8 +566,11 @@ class SnapshotScheduler:
         room = means.staging_bytes - bases.memory_bytes
         self._num_stages += 1
         together = bases.left_bytes if means.of_one_step or self._whole else bases.late_bytes
-        if together > means.staging_bytes:
-            self.save_snapshot(step)  # no memory to copy all that must be of one step: training waits
+        if together > means.staging_bytes:  # no memory to copy all that must be of one step: training waits
+            if self._together is None:
+                self.save_snapshot(step)
+            else:
+                self._together.call()  # the other ranks may have memory for theirs
             return
         if together == bases.left_bytes:
             if together <= room:

@@ -76,20 +76,22 @@ class Interrupts(lightning.Callback):
             raise Interrupted
 
 
-def fit(make, tmp_path, run=None, after=None):
+def fit(make, tmp_path, run=None, after=None, own=False, **loader):
     """Return everything that the training made by ``make`` ends with."""
     torch.manual_seed(0)
+    if own:
+        loader["generator"] = torch.Generator().manual_seed(5)
     model, callbacks, options = make()
-    own = list(callbacks)
+    every = list(callbacks)
     if run is not None:  # first, so that no order of callbacks is needed
-        own.insert(0, HoldfastCallback(run, base_every=3))
+        every.insert(0, HoldfastCallback(run, base_every=3))
     if after is not None:
-        own.append(Interrupts(after))
+        every.append(Interrupts(after))
     trainer = lightning.Trainer(
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=own, **({"max_epochs": 4} | options),
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=every, **({"max_epochs": 4} | options),
     )  # fmt: skip
-    trainer.fit(model, DataLoader(POINTS, batch_size=4, shuffle=True))
+    trainer.fit(model, DataLoader(POINTS, shuffle=True, **{"batch_size": 4} | loader))
     end = {
         "model": model.state_dict(),
         "optimizers": [_in_order(each) for each in trainer.optimizers],
@@ -392,15 +394,24 @@ def test_what_the_callback_is_given_comes_back_beside_lightnings_averages(tmp_pa
     assert script(tmp_path / "run") == whole
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_an_epoch_that_a_limit_ends_has_no_further_batch(tmp_path, epochs, accumulated):
-    """Of five batches three are trained from. Interrupted exactly between two epochs."""
+@pytest.mark.parametrize(
+    ("epochs", "limit", "accumulated", "loader"),
+    [
+        (1, 3, 1, {}),
+        (2, 3, 2, {}),
+        (1, 3, 1, {"own": True, "batch_size": 6}),  # the whole epoch, of whole batches
+        (1, 3, 1, {"own": True, "batch_size": 6, "num_workers": 1}),
+        (1, 2, 1, {"own": True, "num_workers": 1}),  # of five, and the worker asks for two more
+        (1, 2, 1, {"own": True, "batch_size": 6, "num_workers": 1}),  # and here for the end
+    ],
+)
+def test_interrupted_just_between_two_epochs_it_ends_the_same(tmp_path, epochs, limit, accumulated, loader):
+    """``limit`` batches make an epoch. A generator of the loader's own draws when a sampler ends, too."""
 
     def limited():
-        return Net(), [], {"limit_train_batches": 3, "accumulate_grad_batches": accumulated}
+        return Net(), [], {"limit_train_batches": limit, "accumulate_grad_batches": accumulated}
 
-    whole = fit(limited, tmp_path)
+    whole = fit(limited, tmp_path, **loader)
     with pytest.raises(Interrupted):
-        fit(limited, tmp_path, tmp_path / "run", after=3 * epochs)
-    assert fit(limited, tmp_path, tmp_path / "run") == whole
+        fit(limited, tmp_path, tmp_path / "run", after=epochs * limit, **loader)
+    assert fit(limited, tmp_path, tmp_path / "run", **loader) == whole

@@ -116,7 +116,8 @@ def _refuse(trainer: Trainer) -> None:
             raise BadInput(f"{name}=True gives up the position in the data; leave it out")
     if getattr(args, "sync_ref_model", False):  # of TRL
         raise BadInput(
-            "sync_ref_model=True changes the reference model between steps, unseen by the run. Leave it out, and call"
-            " attach(trainer, RUN, averages=trainer.ref_model, after_update=sync) before train(), where sync() counts"
-            " steps in a buffer of the reference model and calls SyncRefModelCallback.sync_target_model when it is due."
+            "sync_ref_model=True changes the reference model between steps, unseen by the run. Leave it out, and in the"
+            " place of HoldfastCallback(RUN) call attach(trainer, RUN, averages=trainer.ref_model, after_update=sync)"
+            " before train(). There sync() counts steps in a buffer of the reference model, and calls"
+            " SyncRefModelCallback.sync_target_model when it is due."
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...errors import BadInput
 
@@ -101,8 +102,14 @@ class NodeLayout:
         >>> NodeLayout(((0, 1), (2,), (3,))).server_of(0, 3)
         0
         """
-        there = [each for each in self.ranks[place] if self.copied_by(each)]
+        there = self._keepers[place]
         return there[rank % len(there)]
+
+    @cached_property
+    def _keepers(self) -> list[list[int]]:
+        """The ranks of each node that keep copies. There is one at least: some rank's copies go to each node."""
+        keepers = {self.partner_of(rank) for ranks in self.ranks for rank in ranks}
+        return [[rank for rank in ranks if rank in keepers] for ranks in self.ranks]
 
 
 def node_here(option: LocalDisks, environment: Mapping[str, str]) -> int:

@@ -80,13 +80,13 @@ class LoaderPlace:
     def load(self, state: dict[str, Any], random: dict[str, Any], most: float = math.inf) -> None:
         """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there.
 
-        An epoch of which all ``most`` batches are done has no further batch.
+        An epoch of which just ``most`` batches are done has no further batch.
         """
         self._order.seed = state["seed"]
         self._begun, self._random = state["begun"], random
         if self._of_other_ranks(state) is not None:  # whose next batch was another
             state = {**state, "count": self.count_of(state), "pending": None}
-        self._is_over = state["count"] >= most
+        self._is_over = state["count"] == most
         self._restored = state if self._begun is not None else None
 
     def leave(self) -> None:
@@ -113,7 +113,8 @@ class LoaderPlace:
             return
         pending = [found["pending"]] if found["pending"] is not None else []
         states = [self._random] if self._is_over else [*pending, self._random]
-        self._watched.replay_generators(found["count"], states, pass_over=True, ends=self._is_over)
+        ahead = self._inside.num_workers * (self._inside.prefetch_factor or 0) if self._is_over else None
+        self._watched.replay_generators(found["count"], states, pass_over=True, drawn_ahead=ahead)
         self._order.put_back(found["begun"])
 
     def _pending(self, count: int) -> dict[str, Any] | None:
@@ -282,28 +283,37 @@ class WatchedBatches:
         """The number, in its epoch, of the last requested batch, and the generators before it."""
         self._first = 0
         self._states: list[dict[str, Any]] = []
-        self._pass_over = self._ends = False
+        self._pass_over = False
+        self._drawn_ahead: int | None = None
 
     def replay_generators(
-        self, first: int, states: list[dict[str, Any]], pass_over: bool = False, ends: bool = False
+        self,
+        first: int,
+        states: list[dict[str, Any]],
+        pass_over: bool = False,
+        drawn_ahead: int | None = None,
     ) -> None:
         """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
 
-        With ``pass_over`` earlier batches are skipped. With ``ends`` there is no batch ``first``.
+        With ``pass_over`` earlier batches are skipped. With ``drawn_ahead`` there is no batch ``first``; the indices of
+        so many are drawn, as workers had asked for them, because the end of a sampler may draw as well.
         """
-        self._first, self._states, self._pass_over, self._ends = first, states, pass_over, ends
+        self._first, self._states, self._pass_over, self._drawn_ahead = first, states, pass_over, drawn_ahead
 
     def __iter__(self) -> Iterator[Any]:
         self.begins()
         first, states, self._first, self._states = self._first, self._states, 0, []
         pass_over, self._pass_over = self._pass_over, False
-        ends, self._ends = self._ends, False
+        drawn_ahead, self._drawn_ahead = self._drawn_ahead, None
         batches = iter(self.inner)
         for number in count():
+            if number >= first and drawn_ahead is not None:
+                for _ in range(drawn_ahead):
+                    next(batches, None)
+                restore_random_state(states.pop(0))
+                return
             if number >= first and states:
                 restore_random_state(states.pop(0))
-                if ends:
-                    return
             before = random_state() if number >= first else {}
             try:
                 batch = next(batches)

@@ -568,8 +568,9 @@ class History:
             for s in [s for s in self.refs if s > step]:
                 self.ahead[s] = self.ops[s]
                 self.left[s] = self.refs.pop(s) + self.replaced.pop(s, [])
-            every = self.replaced.pop(step, []) + self.refs[step]
-            self.refs[step] = [version for version in every if version.id == number]
+            replaced = self.replaced.pop(step, [])
+            self.refs[step] = [v for v in replaced + self.refs[step] if v.id == number]
+            self.replaced[step] = [v for v in replaced if v.id != number]
             self.floor = step
             self.bucket_floor = min(self.bucket_floor, step)
 

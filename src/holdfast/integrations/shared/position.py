@@ -80,7 +80,7 @@ class LoaderPlace:
     def load(self, state: dict[str, Any], random: dict[str, Any], most: float = math.inf) -> None:
         """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there.
 
-        An epoch of which just ``most`` batches are done has no further batch.
+        An epoch has ``most`` batches: once these are done there is no further one, also where the loader has more.
         """
         self._order.seed = state["seed"]
         self._begun, self._random = state["begun"], random
@@ -112,8 +112,9 @@ class LoaderPlace:
             self._begun = self._order.now()
             return
         pending = [found["pending"]] if found["pending"] is not None else []
-        states = [self._random] if self._is_over else [*pending, self._random]
-        ahead = self._inside.num_workers * (self._inside.prefetch_factor or 0) if self._is_over else None
+        states, ahead = [*pending, self._random], None
+        if self._is_over:
+            states, ahead = [self._random], self._inside.num_workers * (self._inside.prefetch_factor or 0)
         self._watched.replay_generators(found["count"], states, pass_over=True, drawn_ahead=ahead)
         self._order.put_back(found["begun"])
 
@@ -295,8 +296,9 @@ class WatchedBatches:
     ) -> None:
         """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
 
-        With ``pass_over`` earlier batches are skipped. With ``drawn_ahead`` there is no batch ``first``; the indices of
-        so many are drawn, as workers had asked for them, because the end of a sampler may draw as well.
+        With ``pass_over`` earlier batches are skipped. With ``drawn_ahead`` the epoch ends before batch ``first``. The
+        indices of so many further batches are drawn, because workers had asked for them, and a sampler may draw random
+        numbers at its end, too.
         """
         self._first, self._states, self._pass_over, self._drawn_ahead = first, states, pass_over, drawn_ahead
 
